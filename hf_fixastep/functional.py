@@ -1,0 +1,65 @@
+"""Small pure helpers that mixing and losses share."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+
+@dataclass
+class SemiBatch:
+    """One labeled batch and the views of one unlabeled batch, normalized, on the device."""
+
+    x: Tensor  # [B, C, H, W]
+    y: Tensor  # [B, K] probabilities, one-hot unless mixed
+    views: dict[str, Tensor]  # name -> [ratio * B, C, H, W]
+    index: Tensor | None = None  # [ratio * B] rows of the unlabeled set, the key of per-example state
+    generator: torch.Generator | None = None  # on the images' device, for a loss that draws
+
+
+def batchnorm_layers(model: nn.Module) -> list[_BatchNorm]:
+    return [m for m in model.modules() if isinstance(m, _BatchNorm) and m.track_running_stats]
+
+
+@contextlib.contextmanager
+def frozen_batchnorm(model: nn.Module) -> Iterator[None]:
+    """Normalize with the statistics of the batch, but leave the running statistics as they are."""
+    layers = batchnorm_layers(model)
+    for layer in layers:
+        layer.track_running_stats = False
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.track_running_stats = True
+
+
+def sharpen(probabilities: Tensor, temperature: float) -> Tensor:
+    """Raise to 1 / temperature and renormalize; below 1 the largest class gains."""
+    powered = probabilities ** (1 / temperature)
+    return powered / powered.sum(-1, keepdim=True)
+
+
+def average_guess(logits: list[Tensor], temperature: float) -> Tensor:
+    """Sharpened mean prediction of several views of the same images."""
+    return sharpen(torch.stack([view.softmax(-1) for view in logits]).mean(0), temperature)
+
+
+def mixing_shares(count: int, alpha: float, generator: torch.Generator) -> Tensor:
+    """`count` draws of max(b, 1 - b) with b from Beta(alpha, alpha), on the generator's device."""
+    # torch.distributions.Beta takes no generator; a Beta draw is a share of two Gamma draws.
+    concentration = torch.full((2, count), alpha, dtype=torch.float64, device=generator.device)
+    first, second = torch._standard_gamma(concentration, generator=generator)
+    share = first / (first + second)
+    return torch.maximum(share, 1 - share).float()
+
+
+def mixup(first: Tensor, second: Tensor, shares: Tensor) -> Tensor:
+    """`shares` of the first and the rest of the second, row by row."""
+    shares = shares.to(first.dtype).view(-1, *[1] * (first.ndim - 1))
+    return shares * first + (1 - shares) * second

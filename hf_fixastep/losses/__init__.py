@@ -1,0 +1,50 @@
+"""The base losses, by name. A new one is a file here and a line in `LOSSES`."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from hf_fixastep.losses.base import Losses, SemiSupervisedLoss
+from hf_fixastep.losses.fixmatch import FixMatch
+from hf_fixastep.losses.mean_teacher import MeanTeacher
+from hf_fixastep.losses.mixmatch import MixMatch
+from hf_fixastep.losses.pi_model import PiModel
+from hf_fixastep.losses.pseudo_label import PseudoLabel
+from hf_fixastep.losses.supervised import Supervised
+from hf_fixastep.losses.vat import VAT
+from hf_fixastep.names import choose
+
+
+__all__ = [
+    "LOSSES",
+    "VAT",
+    "FixMatch",
+    "Losses",
+    "MeanTeacher",
+    "MixMatch",
+    "PiModel",
+    "PseudoLabel",
+    "SemiSupervisedLoss",
+    "Supervised",
+    "get_loss",
+]
+
+LOSSES: dict[str, type[SemiSupervisedLoss]] = {
+    "supervised": Supervised,
+    "pi_model": PiModel,
+    "mean_teacher": MeanTeacher,
+    "pseudo_label": PseudoLabel,
+    "vat": VAT,
+    "mixmatch": MixMatch,
+    "fixmatch": FixMatch,
+}
+
+
+def get_loss(name: str, **kwargs: Any) -> SemiSupervisedLoss:
+    """A loss by its name in `LOSSES`, with its own arguments."""
+    kind = LOSSES[choose("loss", name, LOSSES)]
+    parameters = inspect.signature(kind).parameters.values()
+    for argument in kwargs:
+        choose(f"argument of {name}", argument, [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD])
+    return kind(**kwargs)

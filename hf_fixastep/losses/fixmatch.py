@@ -1,0 +1,34 @@
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import nn
+
+from hf_fixastep.functional import SemiBatch
+from hf_fixastep.losses.base import Losses, SemiSupervisedLoss, check_positive, check_probability
+
+
+class FixMatch(SemiSupervisedLoss):
+    """Cross-entropy of the strong view against confident pseudo-labels of the weak view.
+
+    Sohn et al., 2020, arXiv 2001.07685, equation 4; the mean is over all rows, confident or not.
+
+    Args:
+        threshold: confidence that a pseudo-label needs to count.
+        temperature: divides the weak view's logits before the confidence is read.
+    """
+
+    views = ("weak", "strong")
+
+    def __init__(self, threshold: float = 0.95, temperature: float = 1.0) -> None:
+        super().__init__()
+        check_probability(threshold=threshold)
+        check_positive(temperature=temperature)
+        self.threshold = threshold
+        self.temperature = temperature
+
+    def forward(self, model: nn.Module, batch: SemiBatch, teacher: nn.Module | None) -> Losses:
+        labeled, strong, weak = self.logits(model, batch.x, batch.views["strong"], targets=(batch.views["weak"],))
+        confidence, pseudo_labels = (weak / self.temperature).softmax(-1).max(-1)
+        mask = (confidence >= self.threshold).to(strong.dtype)
+        unlabeled = (F.cross_entropy(strong, pseudo_labels, reduction="none") * mask).mean()
+        return Losses(self.labeled_loss(labeled, batch.y), unlabeled, {"mask_rate": mask.mean()})

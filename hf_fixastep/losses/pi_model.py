@@ -1,0 +1,25 @@
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import nn
+
+from hf_fixastep.functional import SemiBatch, frozen_batchnorm
+from hf_fixastep.losses.base import Losses, SemiSupervisedLoss
+
+
+class PiModel(SemiSupervisedLoss):
+    """Squared distance between the predictions for two weak views.
+
+    Laine and Aila, 2017, arXiv 1610.02242, algorithm 1; the mean is over rows and classes. The paper stops no
+    gradient there; the official Fix-A-Step code takes the first view as a fixed target, and so do we. As in that code
+    the second view has a forward of its own in both batch-norm modes.
+    """
+
+    views = ("weak", "weak_2")
+    upstream_divides_by_all = ("labeled",)
+
+    def forward(self, model: nn.Module, batch: SemiBatch, teacher: nn.Module | None) -> Losses:
+        labeled, first = self.logits(model, batch.x, targets=(batch.views["weak"],))
+        with frozen_batchnorm(model):
+            second = model(pixel_values=batch.views["weak_2"]).logits
+        return Losses(self.labeled_loss(labeled, batch.y), F.mse_loss(second.softmax(-1), first.softmax(-1)))

@@ -1,0 +1,136 @@
+from __future__ import annotations
+
+import copy
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hf_fixastep.functional import SemiBatch
+from hf_fixastep.losses import SemiSupervisedLoss
+
+
+CLASSES = 3
+MODES = ("joint", "separate")
+
+
+class TinyNet(nn.Module):
+    """One convolution, with or without batch norm, that remembers its forwards."""
+
+    def __init__(self, batchnorm: bool = True) -> None:
+        super().__init__()
+        self.convolution = nn.Conv2d(3, 8, 3, padding=1)
+        self.norm = nn.BatchNorm2d(8) if batchnorm else nn.Identity()
+        self.head = nn.Linear(8, CLASSES)
+        self.seen: list[Tensor] = []  # images of every forward
+        self.graded: list[bool] = []  # whether it kept a graph
+
+    def forward(self, pixel_values: Tensor) -> SimpleNamespace:
+        self.seen.append(pixel_values.detach())
+        self.graded.append(torch.is_grad_enabled())
+        features = self.norm(self.convolution(pixel_values)).relu().mean((2, 3))
+        return SimpleNamespace(logits=self.head(features))
+
+
+class PixelModel(nn.Module):
+    """The pixels of an image are its logits, times a weight of 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones((), dtype=torch.float64))
+
+    def forward(self, pixel_values: Tensor) -> SimpleNamespace:
+        return SimpleNamespace(logits=self.weight * pixel_values.flatten(1))
+
+
+@pytest.fixture
+def model() -> TinyNet:
+    return make_model()
+
+
+@pytest.fixture
+def plain_model() -> TinyNet:
+    return make_model(batchnorm=False)
+
+
+@pytest.fixture
+def batch() -> SemiBatch:
+    return make_batch()
+
+
+def make_model(batchnorm: bool = True, seed: int = 0) -> TinyNet:
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = TinyNet(batchnorm).double()
+        weight = nn.init.normal_(model.head.weight.data, std=3)  # predictions far from uniform,
+        weight -= weight.mean(1, keepdim=True)  # and no class preferred
+    return model.train()
+
+
+def make_batch(labeled: int = 4, unlabeled: int = 6) -> SemiBatch:
+    generator = torch.Generator().manual_seed(1)
+
+    def images(count: int) -> Tensor:
+        color = torch.randn(count, 3, 1, 1, generator=generator, dtype=torch.float64)
+        return color + torch.randn(count, 3, 8, 8, generator=generator, dtype=torch.float64)
+
+    y = torch.rand(labeled, CLASSES, generator=generator, dtype=torch.float64).softmax(-1)
+    views = {name: images(unlabeled) for name in ("weak", "weak_2", "strong")}
+    return SemiBatch(images(labeled), y, views, generator=torch.Generator().manual_seed(2))
+
+
+def pixel_batch(x: list, y: list, **views: list) -> SemiBatch:
+    """A batch for the PixelModel from logits."""
+
+    def images(logits: list) -> Tensor:
+        return torch.tensor(logits, dtype=torch.float64)[:, :, None, None]
+
+    labels = torch.tensor(y, dtype=torch.float64)
+    views = {name: images(logits) for name, logits in views.items()}
+    return SemiBatch(images(x), labels, views, generator=torch.Generator().manual_seed(2))
+
+
+def in_mode(loss: SemiSupervisedLoss, mode: str) -> SemiSupervisedLoss:
+    loss.batchnorm = mode
+    return loss
+
+
+def gradient(value: Tensor, model: nn.Module) -> Tensor:
+    """All parameter gradients in one vector."""
+    gradients = torch.autograd.grad(value, list(model.parameters()), retain_graph=True, allow_unused=True)
+    pairs = zip(gradients, model.parameters(), strict=True)
+    return torch.cat([(torch.zeros_like(p) if g is None else g).flatten() for g, p in pairs])
+
+
+def buffers_after(model: nn.Module, *images: Tensor) -> dict[str, Tensor]:
+    """Buffers of a copy of the model after train-mode forwards of these images."""
+    model = copy.deepcopy(model).train()
+    for rows in images:
+        model(pixel_values=rows)
+    return dict(model.named_buffers())
+
+
+def assert_buffers(model: nn.Module, expected: dict[str, Tensor]) -> None:
+    buffers = dict(model.named_buffers())
+    assert buffers.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(buffers[name], value), name
+
+
+def forward(model: nn.Module, *images: Tensor) -> tuple[Tensor, ...]:
+    """Logits of several sets of images from one train-mode forward that leaves the buffers alone."""
+    kept = copy.deepcopy(dict(model.named_buffers()))
+    logits = model(pixel_values=torch.cat(images)).logits.split([len(rows) for rows in images])
+    for name, buffer in model.named_buffers():
+        buffer.data.copy_(kept[name])
+    return logits
+
+
+def cross_entropy(probabilities: Tensor, logits: Tensor) -> Tensor:
+    """Row by row and class by class."""
+    total = torch.zeros((), dtype=logits.dtype)
+    for target, row in zip(probabilities, logits, strict=True):
+        for c in range(len(row)):
+            total = total - target[c] * (row[c] - row.exp().sum().log())
+    return total / len(logits)
