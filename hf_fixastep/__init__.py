@@ -1,0 +1,61 @@
+"""Image classifiers from a few labels and a large, uncurated pile of unlabeled images."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from hf_fixastep.models import register
+
+
+if TYPE_CHECKING:
+    from hf_fixastep.config import FixAStepConfig
+    from hf_fixastep.data.registry import list_datasets, load_dataset
+    from hf_fixastep.data.streams import Images
+    from hf_fixastep.data.views import Views
+    from hf_fixastep.gate import GradientSlots
+    from hf_fixastep.losses import LOSSES, get_loss
+    from hf_fixastep.losses.base import Losses, SemiSupervisedLoss
+    from hf_fixastep.models import WideResNetConfig, WideResNetForImageClassification
+    from hf_fixastep.trainer import FixAStepTrainer
+
+# Where each public name lives; imported when first asked for, so that `import hf_fixastep` stays quick.
+_HOMES = {
+    "FixAStepConfig": "config",
+    "FixAStepTrainer": "trainer",
+    "GradientSlots": "gate",
+    "Images": "data.streams",
+    "LOSSES": "losses",
+    "Losses": "losses.base",
+    "SemiSupervisedLoss": "losses.base",
+    "Views": "data.views",
+    "WideResNetConfig": "models",
+    "WideResNetForImageClassification": "models",
+    "get_loss": "losses",
+    "list_datasets": "data.registry",
+    "load_dataset": "data.registry",
+}
+
+__all__ = [
+    "LOSSES",
+    "FixAStepConfig",
+    "FixAStepTrainer",
+    "GradientSlots",
+    "Images",
+    "Losses",
+    "SemiSupervisedLoss",
+    "Views",
+    "WideResNetConfig",
+    "WideResNetForImageClassification",
+    "get_loss",
+    "list_datasets",
+    "load_dataset",
+]
+
+register()
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)

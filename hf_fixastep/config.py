@@ -1,0 +1,237 @@
+"""Settings of a run: the Trainer's own, ours, and the two presets that fill what is left open."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
+
+import yaml
+from transformers import HfArgumentParser, IntervalStrategy, TrainingArguments
+
+from hf_fixastep.gate import GATES
+from hf_fixastep.names import choose
+from hf_fixastep.schedules import RAMPS
+
+
+SGD = {"optim": "sgd", "optim_args": "momentum=0.9,nesterov=true", "learning_rate": 3e-2, "weight_decay": 5e-4}
+ADAM = {"optim": "adam", "optim_args": None, "learning_rate": 2e-3, "weight_decay": 4e-5}
+
+# "paper" is the default and what to use for new work; "upstream" is what the official code executes, for comparison
+# with published figures. Entries of the loss go before those of "any"; loss by loss upstream goes before paper.
+PRESETS: dict[str, dict[str, dict[str, Any]]] = {
+    "paper": {
+        "any": {
+            **SGD,
+            "unlabeled_ratio": 1.0,
+            "unlabeled_weight": 1.0,
+            "unlabeled_ramp": "linear",
+            "unlabeled_warmup_steps": 0.4,
+            "lr_cycle_steps": 1.0,
+            "mix_per_batch": False,
+            "divide_by_all_rows": False,
+            "cutout": 0.5,
+        },
+        "supervised": {"learning_rate": 3e-3, "weight_decay": 2e-3},
+        "pi_model": {"unlabeled_weight": 10.0},
+        "mean_teacher": {"unlabeled_weight": 50.0},
+        "vat": {**ADAM, "unlabeled_weight": 0.3, "lr_cycle_steps": 0.0},
+        "mixmatch": {**ADAM, "unlabeled_weight": 75.0, "unlabeled_warmup_steps": 1.0, "lr_cycle_steps": 0.0},
+        "fixmatch": {"unlabeled_ratio": 7.0, "unlabeled_warmup_steps": 0.0},
+    },
+    "upstream": {
+        "any": {
+            "unlabeled_warmup_steps": 419430.0,
+            "lr_cycle_steps": 1048576.0,
+            "mix_per_batch": True,
+            "divide_by_all_rows": True,
+            "cutout": 16.0,
+        },
+        "supervised": {"lr_cycle_steps": 390600.0},
+        "pseudo_label": {"loss_kwargs": {"multiplier": None}},
+        "vat": {"loss_kwargs": {"xi": 1e-6, "safe_normalization": False}},
+        "mixmatch": {
+            "unlabeled_ramp": "staircase",
+            "unlabeled_warmup_steps": 1048576.0,
+            "loss_kwargs": {"update_statistics": True, "interleave": True},
+        },
+        "fixmatch": {"lr_cycle_steps": 390600.0},
+    },
+}
+
+
+def preset(name: str, loss: str) -> dict[str, Any]:
+    """All settings of a preset for one loss; `upstream` states only where it departs from `paper`."""
+    settings: dict[str, Any] = {}
+    names = ["paper"] if name == "paper" else ["paper", name]
+    for key in ("any", loss):
+        for layer in names:
+            settings |= PRESETS[layer].get(key, {})
+    return copy.deepcopy(settings)
+
+
+def preset_field(text: str) -> Any:
+    """A field that the preset fills when nothing is given."""
+    return field(default=None, metadata={"help": f"{text} If not given, as the preset says."})
+
+
+def own_field(default: Any, text: str) -> Any:
+    return field(default=default, metadata={"help": text})
+
+
+@dataclass
+class FixAStepConfig(TrainingArguments):
+    """Training arguments of Fix-A-Step; everything else is inherited. A preset fills what is not given."""
+
+    _VALID_DICT_FIELDS = [*TrainingArguments._VALID_DICT_FIELDS, "loss_kwargs"]
+
+    preset: str = own_field("paper", "paper, or upstream: what the official code executes.")
+    loss: str = own_field("fixmatch", "Base loss, a key of LOSSES.")
+    loss_kwargs: dict | str | None = preset_field("Arguments of the base loss, as JSON on the command line.")
+    unlabeled_ratio: float = preset_field("Unlabeled images per labeled image.")
+    unlabeled_weight: float = preset_field("Final weight of the unlabeled loss.")
+    unlabeled_ramp: str = preset_field("How that weight grows: linear, staircase or sigmoid.")
+    unlabeled_warmup_steps: float = preset_field("For how long: up to 1 a share of the run, above 1 steps, 0 at once.")
+    divide_by_all_rows: bool = preset_field("Divide losses by all rows where the official base code does.")
+
+    gate: str = own_field("drop", "drop (the paper), project, layerwise, or off.")
+    mix_labeled: bool = own_field(True, "Mix labeled images with unlabeled ones (phase 1).")
+    mix_alpha: float = own_field(0.5, "Shape of the Beta distribution of the shares.")
+    mix_temperature: float = own_field(0.5, "Temperature of the guesses; below 1 sharpens.")
+    mix_per_batch: bool = preset_field("One share per batch instead of one per image.")
+    mix_pool: str = own_field("batch", "Partners from one labeled batch size of each view, or from all.")
+
+    batchnorm: str = own_field("joint", "joint: one forward over all rows. separate: one each, cheaper.")
+    teacher_decay: float = own_field(0.999, "Decay of the averaged model, which is evaluated and saved.")
+    flip: bool = own_field(True, "Horizontal flips in all views; switch off for digits.")
+    cutout: float = preset_field("Box of the strong view: below 1 a share of the side, otherwise pixels.")
+    steps_per_epoch: int = own_field(1024, "What the Trainer calls an epoch, in batches.")
+    lr_cycle_steps: float = preset_field(
+        "Cycle K of the learning rate's cos(7 pi s / 16 K): up to 1 a share of the run, above 1 steps, 0 to use "
+        "lr_scheduler_type instead."
+    )
+
+    optim: str = preset_field("sgd, adam (coupled weight decay, on everything), or another of the Trainer's.")
+    learning_rate: float = preset_field("The initial learning rate.")
+    weight_decay: float = preset_field("Weight decay; but for adam not on norm layers and biases.")
+    lr_scheduler_type: str = own_field("constant", "Used where lr_cycle_steps is 0.")
+    per_device_train_batch_size: int = own_field(64, "Labeled images per step and process.")
+    per_device_eval_batch_size: int = own_field(512, "Images per evaluation step and process.")
+    max_grad_norm: float = own_field(0.0, "Clip the gated gradient to this norm; 0 is off, as in the paper.")
+    logging_nan_inf_filter: bool = own_field(False, "Keep off: the log shows losses as they are, also NaN.")
+    remove_unused_columns: bool = own_field(False, "Keep off: images are not arguments of the model.")
+
+    def __post_init__(self) -> None:
+        self._fill_from_preset()
+        plain_adam = self.optim == "adam"  # the Trainer knows only AdamW, whose weight decay is another one
+        if plain_adam:
+            self.optim = "adamw_torch"
+        super().__post_init__()
+        if plain_adam:
+            self.optim = "adam"
+        if self.device.type == "cpu":
+            self.dataloader_pin_memory = False  # nothing to pin memory for; torch would warn at each evaluation
+        self._check()
+
+    def _fill_from_preset(self) -> None:
+        settings = preset(choose("preset", self.preset, PRESETS), self.loss)
+        self.loss_kwargs = settings.pop("loss_kwargs", {}) | read_mapping("loss_kwargs", self.loss_kwargs)
+        if self.optim is not None:  # arguments of the preset's optimizer are not those of another
+            settings.pop("optim_args")
+        for name, value in settings.items():
+            if getattr(self, name) is None:
+                setattr(self, name, value)
+
+    def _check(self) -> None:
+        choose("gate", self.gate, GATES)
+        choose("batchnorm", self.batchnorm, ("joint", "separate"))
+        choose("unlabeled_ramp", self.unlabeled_ramp, RAMPS)
+        choose("mix_pool", self.mix_pool, ("batch", "all"))
+        for name in ("mix_alpha", "mix_temperature", "unlabeled_ratio", "per_device_train_batch_size"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} is {getattr(self, name)}, but it has to be positive.")
+        for name in ("unlabeled_weight", "unlabeled_warmup_steps", "lr_cycle_steps", "cutout"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"{name} is {getattr(self, name)}, but it cannot be negative.")
+        if not 0 <= self.teacher_decay < 1:
+            raise ValueError(f"teacher_decay is {self.teacher_decay}, but it has to be at least 0 and below 1.")
+        if self.steps_per_epoch < 1:
+            raise ValueError(f"steps_per_epoch is {self.steps_per_epoch}, but an epoch has at least one step.")
+        if self.unlabeled_batch_size < 1:
+            raise ValueError(
+                f"unlabeled_ratio {self.unlabeled_ratio} of a batch of {self.per_device_train_batch_size} labeled "
+                "images leaves no unlabeled image; raise one of the two."
+            )
+        if self.warmup_steps and self.lr_cycle_steps:
+            raise ValueError(
+                f"warmup_steps is {self.warmup_steps}, but the 7/16 cosine has no warm-up; drop it, or set "
+                "lr_cycle_steps to 0 and choose an lr_scheduler_type."
+            )
+        if self.logging_strategy == IntervalStrategy.NO:
+            raise ValueError(
+                "logging_strategy is no, but the watch for non-finite values reads the log; use a large logging_steps."
+            )
+
+        if int(os.environ.get("WORLD_SIZE", 1)) != self.world_size:
+            raise ValueError(
+                f"The launcher started {os.environ['WORLD_SIZE']} processes, but they are in groups of "
+                f"{self.world_size} and would train apart. On a CPU set ACCELERATE_USE_CPU=true."
+            )
+
+    @property
+    def unlabeled_batch_size(self) -> int:
+        return round(self.unlabeled_ratio * self.per_device_train_batch_size)
+
+
+class OneSentenceParser(HfArgumentParser):
+    def error(self, message: str) -> NoReturn:  # argparse would print two pages of usage
+        raise ValueError(f"{message[0].upper()}{message[1:]}.")
+
+
+def parse(types: Sequence[type], argv: Sequence[str]) -> tuple[Any, ...]:
+    """Dataclasses from `--config file.yaml` and command-line overrides, then a dict of the settings given."""
+    parser = OneSentenceParser(types, allow_abbrev=False)  # type: ignore[arg-type]
+    known = [f.name for kind in types for f in dataclasses.fields(kind) if f.init]
+    defaults = {action.dest: action.default for action in parser._actions}
+    argv = list(argv)
+    if "--config" in argv:
+        at = argv.index("--config")
+        if at + 1 == len(argv):
+            raise ValueError("--config needs the path of a YAML file behind it.")
+        settings = read_yaml(argv[at + 1])
+        for key in settings:
+            choose(f"key in {argv[at + 1]}:", key, known)
+        # Strings are parsed like the command line, so that 3e-2, a string to YAML, becomes a number.
+        parser.set_defaults(**{k: str(v) if isinstance(v, float) else v for k, v in settings.items()})
+        for action in parser._actions:
+            action.required = action.required and action.dest not in settings
+        argv = argv[:at] + argv[at + 2 :]
+    namespace, unused = parser.parse_known_args(argv)
+    for word in unused:
+        choose("argument", word.removeprefix("--").split("=")[0], known)
+    given = {name: value for name, value in vars(namespace).items() if value != defaults[name]}
+    return *parser.parse_args_into_dataclasses(argv), given
+
+
+def read_mapping(name: str, value: dict[str, Any] | str | None) -> dict[str, Any]:
+    """A mapping given as such, or as text on the command line."""
+    mapping = yaml.safe_load(value) if isinstance(value, str) else value
+    if not isinstance(mapping or {}, dict):
+        raise ValueError(f"{name} is {value!r}, but expected a mapping such as {{threshold: 0.9}}.")
+    return mapping or {}
+
+
+def read_yaml(path: str | Path) -> dict[str, Any]:
+    if not Path(path).is_file():
+        raise ValueError(f"There is no file {path}; give the path of a YAML file such as those in recipes/.")
+    try:
+        settings = yaml.safe_load(Path(path).read_text())
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path} is not YAML: {' '.join(str(error).split())}.") from error
+    if not isinstance(settings, dict):
+        raise ValueError(f"{path} holds no settings; it should be lines of the form  key: value.")
+    return settings
