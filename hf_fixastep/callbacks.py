@@ -95,15 +95,19 @@ class NonFiniteCallback(TrainerCallback):
         self.patience = patience
         self.in_a_row = 0
 
+    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self.in_a_row = 0
+
     def on_log(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        for skipped in self.trainer.window.pop("nonfinite/labeled", []):
+        window = self.trainer.window.pop("nonfinite/labeled", [])
+        for step, skipped in enumerate(window, state.global_step - len(window) + 1):
             self.in_a_row = self.in_a_row + 1 if skipped else 0
             if self.in_a_row >= self.patience:
-                raise FloatingPointError(self._message(args, state))
+                raise FloatingPointError(self._message(args, step))
 
-    def _message(self, args: Any, state: TrainerState) -> str:
+    def _message(self, args: Any, step: int) -> str:
         last = get_last_checkpoint(args.output_dir) if os.path.isdir(args.output_dir) else None
-        found = f"The labeled gradient was not finite in {self.patience} steps in a row up to step {state.global_step}"
+        found = f"The labeled gradient was not finite in {self.patience} steps in a row up to step {step}"
         return f"{found}; none of them reached the weights. Lower the learning rate; last good checkpoint: {last}."
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import logging
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,8 +20,15 @@ from hf_fixastep.names import choose
 from hf_fixastep.schedules import RAMPS
 
 
-SGD = {"optim": "sgd", "optim_args": "momentum=0.9,nesterov=true", "learning_rate": 3e-2, "weight_decay": 5e-4}
-ADAM = {"optim": "adam", "optim_args": None, "learning_rate": 2e-3, "weight_decay": 4e-5}
+logger = logging.getLogger(__name__)
+
+SGD: dict[str, Any] = {
+    "optim": "sgd",
+    "optim_args": "momentum=0.9,nesterov=true",
+    "learning_rate": 3e-2,
+    "weight_decay": 5e-4,
+}
+ADAM: dict[str, Any] = {"optim": "adam", "optim_args": None, "learning_rate": 2e-3, "weight_decay": 4e-5}
 
 # "paper" is the default and what to use for new work; "upstream" is what the official code executes, for comparison
 # with published figures. Entries of the loss go before those of "any"; loss by loss upstream goes before paper.
@@ -57,7 +66,7 @@ PRESETS: dict[str, dict[str, dict[str, Any]]] = {
         "mixmatch": {
             "unlabeled_ramp": "staircase",
             "unlabeled_warmup_steps": 1048576.0,
-            "loss_kwargs": {"update_statistics": True, "interleave": True},
+            "loss_kwargs": {"per_example": False, "update_statistics": True, "interleave": True},
         },
         "fixmatch": {"lr_cycle_steps": 390600.0},
     },
@@ -140,11 +149,14 @@ class FixAStepConfig(TrainingArguments):
     def _fill_from_preset(self) -> None:
         settings = preset(choose("preset", self.preset, PRESETS), self.loss)
         self.loss_kwargs = settings.pop("loss_kwargs", {}) | read_mapping("loss_kwargs", self.loss_kwargs)
-        if self.optim is not None:  # arguments of the preset's optimizer are not those of another
-            settings.pop("optim_args")
+        if self.optim not in (None, settings["optim"]):  # the preset speaks of another optimizer
+            settings |= {"optim_args": None, "learning_rate": None, "weight_decay": None}
+            settings |= {"sgd": SGD, "adam": ADAM}.get(self.optim, {})
         for name, value in settings.items():
             if getattr(self, name) is None:
                 setattr(self, name, value)
+        if self.learning_rate is None or self.weight_decay is None:
+            raise ValueError(f"optim is {self.optim}, which no preset knows; give its learning_rate and weight_decay.")
 
     def _check(self) -> None:
         choose("gate", self.gate, GATES)
@@ -176,6 +188,11 @@ class FixAStepConfig(TrainingArguments):
                 "logging_strategy is no, but the watch for non-finite values reads the log; use a large logging_steps."
             )
 
+        if self.loss == "mean_teacher" and self.unlabeled_warmup_steps == 0:
+            logger.warning(
+                "Mean Teacher starts at its full unlabeled weight, when its teacher still knows nothing; set "
+                "unlabeled_warmup_steps."
+            )
         if int(os.environ.get("WORLD_SIZE", 1)) != self.world_size:
             raise ValueError(
                 f"The launcher started {os.environ['WORLD_SIZE']} processes, but they are in groups of "
@@ -184,7 +201,7 @@ class FixAStepConfig(TrainingArguments):
 
     @property
     def unlabeled_batch_size(self) -> int:
-        return round(self.unlabeled_ratio * self.per_device_train_batch_size)
+        return round(self.unlabeled_ratio * self.train_batch_size)
 
 
 class OneSentenceParser(HfArgumentParser):
@@ -197,7 +214,7 @@ def parse(types: Sequence[type], argv: Sequence[str]) -> tuple[Any, ...]:
     parser = OneSentenceParser(types, allow_abbrev=False)  # type: ignore[arg-type]
     known = [f.name for kind in types for f in dataclasses.fields(kind) if f.init]
     defaults = {action.dest: action.default for action in parser._actions}
-    argv = list(argv)
+    argv = [part for word in argv for part in (word.split("=", 1) if word.startswith("--config=") else [word])]
     if "--config" in argv:
         at = argv.index("--config")
         if at + 1 == len(argv):
@@ -205,8 +222,7 @@ def parse(types: Sequence[type], argv: Sequence[str]) -> tuple[Any, ...]:
         settings = read_yaml(argv[at + 1])
         for key in settings:
             choose(f"key in {argv[at + 1]}:", key, known)
-        # Strings are parsed like the command line, so that 3e-2, a string to YAML, becomes a number.
-        parser.set_defaults(**{k: str(v) if isinstance(v, float) else v for k, v in settings.items()})
+        parser.set_defaults(**settings)
         for action in parser._actions:
             action.required = action.required and action.dest not in settings
         argv = argv[:at] + argv[at + 2 :]
@@ -217,21 +233,37 @@ def parse(types: Sequence[type], argv: Sequence[str]) -> tuple[Any, ...]:
     return *parser.parse_args_into_dataclasses(argv), given
 
 
+class RecipeLoader(yaml.SafeLoader):
+    """YAML as people write it: 1e-6 is a number, and off and no are words; plain PyYAML sees text and false."""
+
+    yaml_implicit_resolvers = {
+        first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:bool"]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+
+RecipeLoader.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile("^(true|True|false|False)$"), list("tTfF"))
+RecipeLoader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
+)
+
+
+def read(name: str, text: str) -> dict[str, Any]:
+    try:
+        settings = yaml.load(text, RecipeLoader)
+    except yaml.YAMLError as error:
+        raise ValueError(f"{name} is not YAML: {' '.join(str(error).split())}.") from error
+    if not isinstance(settings, dict):
+        raise ValueError(f"{name} holds no settings, but {text.strip()!r}; a mapping is written  key: value.")
+    return settings
+
+
 def read_mapping(name: str, value: dict[str, Any] | str | None) -> dict[str, Any]:
     """A mapping given as such, or as text on the command line."""
-    mapping = yaml.safe_load(value) if isinstance(value, str) else value
-    if not isinstance(mapping or {}, dict):
-        raise ValueError(f"{name} is {value!r}, but expected a mapping such as {{threshold: 0.9}}.")
-    return mapping or {}
+    return read(name, value) if isinstance(value, str) else value or {}
 
 
 def read_yaml(path: str | Path) -> dict[str, Any]:
     if not Path(path).is_file():
         raise ValueError(f"There is no file {path}; give the path of a YAML file such as those in recipes/.")
-    try:
-        settings = yaml.safe_load(Path(path).read_text())
-    except yaml.YAMLError as error:
-        raise ValueError(f"{path} is not YAML: {' '.join(str(error).split())}.") from error
-    if not isinstance(settings, dict):
-        raise ValueError(f"{path} holds no settings; it should be lines of the form  key: value.")
-    return settings
+    return read(str(path), Path(path).read_text())

@@ -41,7 +41,8 @@ def frozen_batchnorm(model: nn.Module) -> Iterator[None]:
 
 def sharpen(probabilities: Tensor, temperature: float) -> Tensor:
     """Raise to 1 / temperature and renormalize; below 1 the largest class gains."""
-    powered = probabilities ** (1 / temperature)
+    peak = probabilities.amax(-1, keepdim=True)  # else all powers underflow at low temperatures
+    powered = (probabilities / peak) ** (1 / temperature)
     return powered / powered.sum(-1, keepdim=True)
 
 
@@ -52,11 +53,12 @@ def average_guess(logits: list[Tensor], temperature: float) -> Tensor:
 
 def mixing_shares(count: int, alpha: float, generator: torch.Generator) -> Tensor:
     """`count` draws of max(b, 1 - b) with b from Beta(alpha, alpha), on the generator's device."""
-    # torch.distributions.Beta takes no generator; a Beta draw is a share of two Gamma draws.
+    # torch.distributions.Beta takes no generator; a Beta draw is the share of one of two Gamma draws.
     concentration = torch.full((2, count), alpha, dtype=torch.float64, device=generator.device)
     first, second = torch._standard_gamma(concentration, generator=generator)
-    share = first / (first + second)
-    return torch.maximum(share, 1 - share).float()
+    total = first + second
+    underflow = total <= 2 * torch.finfo(total.dtype).tiny  # of both draws, at tiny alpha, where shares are nearly 1
+    return (torch.maximum(first, second) / total).masked_fill(underflow, 1.0).float()
 
 
 def mixup(first: Tensor, second: Tensor, shares: Tensor) -> Tensor:

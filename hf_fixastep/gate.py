@@ -21,6 +21,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from hf_fixastep.names import choose
+
 
 LABELED, UNLABELED = 0, 1
 GATES = ("drop", "project", "layerwise", "off")
@@ -32,7 +34,7 @@ class Gate:
 
     open: Tensor  # 1. when the unlabeled gradient was kept whole, else 0.; layerwise: the share of tensors kept
     dot: Tensor
-    cosine: Tensor  # 0. when either gradient is zero
+    cosine: Tensor  # 0. when either gradient is zero or not finite
     labeled_norm: Tensor
     unlabeled_norm: Tensor
     labeled_nonfinite: Tensor  # 1. when the step contributes nothing because of it
@@ -44,6 +46,8 @@ class GradientSlots:
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         self.parameters = [p for p in parameters if p.requires_grad]
+        if not self.parameters:
+            raise ValueError("No parameter requires a gradient, so there is nothing to train; unfreeze some.")
         groups: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
         for parameter in self.parameters:
             groups.setdefault((parameter.dtype, parameter.device), []).append(parameter)
@@ -66,14 +70,17 @@ class GradientSlots:
             self.decided = False
         for parameter in self.parameters:
             parameter.grad = self.views[parameter][row]
-        yield
-        for parameter in self.parameters:
-            if parameter.grad is None or parameter.grad.data_ptr() != self.views[parameter][row].data_ptr():
-                raise RuntimeError(
-                    "The backward pass replaced .grad instead of adding to it, so the two gradients cannot be kept "
-                    "apart; switch off what does this (for DDP: gradient_as_bucket_view)."
-                )
-            parameter.grad = None
+        try:
+            yield
+            for parameter in self.parameters:
+                if parameter.grad is None or parameter.grad.data_ptr() != self.views[parameter][row].data_ptr():
+                    raise RuntimeError(
+                        "The backward pass replaced .grad instead of adding to it, so the two gradients cannot be "
+                        "kept apart; switch off what does this (for DDP: gradient_as_bucket_view)."
+                    )
+        finally:
+            for parameter in self.parameters:
+                parameter.grad = None
 
     def reduce(self) -> None:
         """Average both gradients over the processes, in one collective per buffer."""
@@ -91,6 +98,7 @@ class GradientSlots:
                 component against the labeled one), layerwise (drop, tensor by tensor), off (always keep).
             pass_overflow: write NaN when a gradient is not finite, so that a GradScaler skips and backs off.
         """
+        choose("gate", policy, GATES)
         dot, labeled_square, unlabeled_square = self._inner_products()
         labeled_finite, unlabeled_finite = labeled_square.isfinite(), unlabeled_square.isfinite()
         if policy == "layerwise":
@@ -113,11 +121,11 @@ class GradientSlots:
             parameter.grad = self.views[parameter][LABELED]
         self.decided = True
         labeled_norm, unlabeled_norm = labeled_square.sqrt(), unlabeled_square.sqrt()
-        norms = labeled_norm * unlabeled_norm
+        norms, finite = labeled_norm * unlabeled_norm, labeled_finite & unlabeled_finite
         return Gate(
             open=opened.float(),
             dot=dot,
-            cosine=torch.where(norms > 0, dot / norms, torch.zeros_like(norms)),
+            cosine=torch.where(finite & (norms > 0), dot / norms, 0.0),
             labeled_norm=labeled_norm,
             unlabeled_norm=unlabeled_norm,
             labeled_nonfinite=(~labeled_finite).float(),
@@ -135,7 +143,8 @@ class GradientSlots:
     def _add_layerwise(self, weight: float, finite: Tensor) -> Tensor:
         opened = []
         for labeled, unlabeled in self.views.values():
-            keep = ((labeled * unlabeled).float().sum() > 0) & finite
+            precise = torch.promote_types(labeled.dtype, torch.float32)
+            keep = ((labeled.to(precise) * unlabeled.to(precise)).sum() > 0) & finite
             labeled.add_(torch.where(keep, unlabeled, 0.0), alpha=weight)
             opened.append(keep.float())
         return torch.stack(opened).mean()
@@ -143,6 +152,7 @@ class GradientSlots:
 
 def shaped_like(flat: Tensor, parameter: nn.Parameter) -> Tensor:
     """A view of `flat` with the parameter's shape and strides: fused optimizers walk both in memory order."""
-    if parameter.is_contiguous() or not parameter.is_contiguous(memory_format=torch.channels_last):
-        return flat.view_as(parameter)
-    return flat.as_strided(parameter.size(), parameter.stride(), flat.storage_offset())
+    outer_to_inner = sorted(range(parameter.ndim), key=parameter.stride, reverse=True)
+    if parameter.permute(outer_to_inner).is_contiguous():  # no gaps, in whatever order
+        return flat.as_strided(parameter.size(), parameter.stride(), flat.storage_offset())
+    return flat.view_as(parameter)

@@ -18,22 +18,24 @@ def mix_labeled(
     alpha: float = 0.5,
     temperature: float = 0.5,
     per_batch: bool = False,
+    pool_rows: int | None = None,
     guess_all: bool = True,
 ) -> SemiBatch:
     """Replace every labeled image by a mixture with a partner from the pool [x; weak; weak_2]; half or more stays.
 
-    Partners are the head of one permutation of the pool. The pool takes as many rows of each view as `weak_2` has.
+    Partners are the head of one permutation of the pool.
 
     Args:
         generator: on the CPU, so that which rows need a guess is known without asking the device.
         alpha: shape of the Beta distribution of the shares.
         temperature: of the sharpening, below 1 makes guesses more certain.
         per_batch: one share for the whole batch, as the official code draws it, instead of one per image.
+        pool_rows: how many rows of each view are in the pool, if not all of `weak_2`.
         guess_all: forward each view on its own and whole, as the official code does; otherwise only the chosen
             partners, both views at once, which is the same where rows do not meet in batch norm.
     """
-    rows, count = len(batch.x), len(batch.views["weak_2"])
-    first, second = batch.views["weak"][:count], batch.views["weak_2"]
+    rows, count = len(batch.x), len(batch.views["weak_2"][:pool_rows])
+    first, second = batch.views["weak"][:count], batch.views["weak_2"][:count]
     partners = torch.randperm(rows + 2 * count, generator=generator)[:rows]
     shares = mixing_shares(1 if per_batch else rows, alpha, generator).expand(rows)
     chosen = torch.arange(count) if guess_all else ((partners[partners >= rows] - rows) % count).unique()

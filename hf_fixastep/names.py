@@ -13,8 +13,6 @@ def choose(what: str, found: str, valid: Iterable[str]) -> str:
         return found
     near = difflib.get_close_matches(str(found).lower().replace("-", "_"), valid, n=1, cutoff=0.5)
     hint = f" Did you mean {near[0]}?" if near else ""
-    if len(valid) > 20 and near:
-        choices = ""
-    else:
-        choices = f" Choose one of {', '.join(valid)}." if valid else " There is none."
-    raise ValueError(f"Unknown {what} {found!r}.{hint}{choices}")
+    if not near or len(valid) <= 20:
+        hint += f" Choose one of {', '.join(valid)}." if valid else " There is none."
+    raise ValueError(f"Unknown {what} {found!r}.{hint}")

@@ -40,6 +40,7 @@ from hf_fixastep.teacher import Teacher
 
 
 RAW_WEIGHTS = "training_weights.safetensors"  # what the optimizer updates; model.safetensors holds the average
+LOSS_STATE = "loss.safetensors"  # parameters and buffers of a loss that has any
 RUN = "fixastep.json"  # what a checkpoint may be resumed with
 
 
@@ -79,10 +80,15 @@ class FixAStepTrainer(Trainer):
         self.mix_labeled = args.mix_labeled and self.loss.mixable
         self.image_size, self.views = views_of(processing_class, flip=args.flip, cutout=args.cutout)
         labeled = self._images(train_dataset)
+        self.class_names = class_names(labeled)
         self.unlabeled = self._check_unlabeled(unlabeled_dataset)
+        if isinstance(eval_dataset, dict):
+            eval_dataset = {name: self._labeled_images(split) for name, split in eval_dataset.items()}
+        elif eval_dataset is not None:
+            eval_dataset = self._labeled_images(eval_dataset)
         if model is not None:
-            fit_classes(model, class_names(labeled))
-        kwargs.setdefault("compute_metrics", classification_metrics(class_names(labeled)))
+            self._fit_classes(model)
+        kwargs.setdefault("compute_metrics", classification_metrics(self.class_names))
         super().__init__(
             model=model,
             args=args,
@@ -97,7 +103,6 @@ class FixAStepTrainer(Trainer):
                 f"The launch uses {self.accelerator.distributed_type.value}, but the gate needs whole gradients "
                 "before the optimizer runs. Launch on one process or with DDP."
             )
-        self.model.to(memory_format=torch.channels_last)
         self.loss.to(self.args.device)
         # Without batch norm joint and separate give the same numbers, and separate is cheaper.
         self.loss.batchnorm = args.batchnorm if batchnorm_layers(self.model) else "separate"
@@ -116,6 +121,34 @@ class FixAStepTrainer(Trainer):
 
     def _images(self, dataset: datasets.Dataset | Images) -> Images:
         return dataset if isinstance(dataset, Images) else Images.from_dataset(dataset, self.image_size)
+
+    def _labeled_images(self, dataset: datasets.Dataset | Images) -> Images:
+        """Images to evaluate on, whose labels have to mean what those of the training mean."""
+        images = self._images(dataset)
+        names = self.class_names if images.labels is None else class_names(images)
+        if names != self.class_names[: None if images.class_names else len(names)]:
+            raise ValueError(
+                f"The evaluation data have the classes {', '.join(names)}, but the labeled data have "
+                f"{', '.join(self.class_names)}. Give both the same classes in the same order."
+            )
+        return images
+
+    def _fit_classes(self, model: Any) -> None:
+        """Give the model the names of its classes, if it has as many."""
+        names = self.class_names
+        if model.config.num_labels != len(names):
+            raise ValueError(
+                f"The model has {model.config.num_labels} outputs, but the labeled data have {len(names)} classes "
+                f"({', '.join(names[:10])}). Build the model with num_labels={len(names)}."
+            )
+        model.config.id2label = dict(enumerate(names))
+        model.config.label2id = {name: number for number, name in enumerate(names)}
+        model.to(memory_format=torch.channels_last)
+
+    def call_model_init(self, trial: Any = None) -> Any:
+        model = super().call_model_init(trial)
+        self._fit_classes(model)
+        return model
 
     @property
     def views_needed(self) -> tuple[str, ...]:
@@ -169,7 +202,7 @@ class FixAStepTrainer(Trainer):
             batch.index, batch.generator = inputs["unlabeled_index"], generator("loss", args.device)
             batch.views = self.views(self.loss.views, inputs["unlabeled"], generator("unlabeled"))
         if self.mix_labeled:
-            pool = inputs["unlabeled"] if args.mix_pool == "all" else inputs["unlabeled"][: len(y)]
+            pool = inputs["unlabeled"][: None if args.mix_pool == "all" else len(y)]
             missing = [name for name in self.views_needed if name not in batch.views]
             batch.views |= self.views(missing, pool, generator("pool"))
         return batch
@@ -184,7 +217,8 @@ class FixAStepTrainer(Trainer):
                 generator_for(args.seed, args.process_index, inputs["step"], "mix"),
                 alpha=args.mix_alpha,
                 temperature=args.mix_temperature,
-                per_batch=bool(args.mix_per_batch),
+                per_batch=args.mix_per_batch,
+                pool_rows=None if args.mix_pool == "all" else len(batch.y),
                 guess_all=self.loss.batchnorm == "joint",
             )
         losses = self.loss(model, batch, teacher=self.teacher.model)  # type: ignore[union-attr]
@@ -243,7 +277,8 @@ class FixAStepTrainer(Trainer):
             self.window = {name: torch.stack(values).float().tolist() for name, values in self._values.items()}
             for name, values in self.window.items():
                 logs[name] = sum(values) if name.startswith("nonfinite/") else sum(values) / len(values)
-            logs["unlabeled_weight"] = self.unlabeled_weight
+            if self.unlabeled is not None:
+                logs["unlabeled_weight"] = self.unlabeled_weight
             self._values.clear()
             self._tr_loss.zero_()  # the Trainer subtracts it from itself, which leaves NaN as NaN for ever
         super().log(logs, start_time)
@@ -266,6 +301,13 @@ class FixAStepTrainer(Trainer):
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
         """All but norm layers and biases; all for Adam, whose decay in this field is plain L2."""
         return [name for name, p in model.named_parameters() if p.ndim > 1 or self.args.optim == "adam"]
+
+    def create_optimizer(self, model: Any = None) -> Any:
+        is_new = self.optimizer is None
+        optimizer = super().create_optimizer(model)
+        if is_new and (parameters := [p for p in self.loss.parameters() if p.requires_grad]):
+            optimizer.add_param_group({"params": parameters, "weight_decay": 0.0})
+        return optimizer
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         if self.lr_scheduler is None and self.args.lr_cycle_steps:
@@ -292,6 +334,7 @@ class FixAStepTrainer(Trainer):
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
         prepared = super()._prepare_for_training(*args, **kwargs)  # the weights are loaded by now in every mode
         self._slots = GradientSlots([*self.core_model.parameters(), *self.loss.parameters()])
+        self._values.clear()
         self.teacher = Teacher(self.core_model, self.args.teacher_decay)
         if self._resumed_average is not None:
             self.teacher.model.load_state_dict(self._resumed_average)
@@ -309,7 +352,7 @@ class FixAStepTrainer(Trainer):
         )
 
     def _load_best_model(self) -> None:
-        super()._load_best_model()  # model.safetensors of the best step: its average
+        self.core_model.load_state_dict(self._averaged_weights(self.state.best_model_checkpoint))
         self.teacher = None
 
     # ---- checkpoints
@@ -321,6 +364,8 @@ class FixAStepTrainer(Trainer):
             if self.is_in_train and self.teacher is not None:  # which holds the raw weights meanwhile
                 raw = {name: p.contiguous() for name, p in self.teacher.model.named_parameters()}
                 save_file(raw, folder / RAW_WEIGHTS, metadata={"format": "pt"})
+                if state := {name: value.contiguous() for name, value in self.loss.state_dict().items()}:
+                    save_file(state, folder / LOSS_STATE)
                 (folder / RUN).write_text(json.dumps(self._run(), indent=2))
         (folder / "training_args.bin").unlink(missing_ok=True)  # a pickle that nobody reads and that can hold a token
 
@@ -346,11 +391,18 @@ class FixAStepTrainer(Trainer):
                     "the same, or start a new run in another output_dir."
                 )
 
+    def _averaged_weights(self, folder: str | Path | None) -> dict[str, Tensor]:
+        # Not the Trainer's way (5.22): it loads model.safetensors without the renaming that save_pretrained did, and
+        # leaves what it does not find, for a ViT all attention weights, as it was.
+        return type(self.core_model).from_pretrained(folder).state_dict()  # type: ignore[attr-defined]
+
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        self.check_checkpoint(resume_from_checkpoint)
-        super()._load_from_checkpoint(resume_from_checkpoint, model)
-        self._resumed_average = {name: value.clone() for name, value in self.core_model.state_dict().items()}
-        self.core_model.load_state_dict(load_file(Path(resume_from_checkpoint) / RAW_WEIGHTS), strict=False)
+        folder = Path(resume_from_checkpoint)
+        self.check_checkpoint(folder)
+        self._resumed_average = self._averaged_weights(folder)
+        self.core_model.load_state_dict(self._resumed_average | load_file(folder / RAW_WEIGHTS))
+        if (folder / LOSS_STATE).is_file():
+            self.loss.load_state_dict(load_file(folder / LOSS_STATE))
 
     # ---- work of the stock Trainer that nobody here asks for, 2 ms a step
 
@@ -385,17 +437,6 @@ def class_names(labeled: Images) -> list[str]:
     if labeled.labels.min() < 0:
         raise ValueError(f"A label is {int(labeled.labels.min())}, but labels count from 0.")
     return [str(number) for number in range(int(labeled.labels.max()) + 1)]
-
-
-def fit_classes(model: Any, names: list[str]) -> None:
-    """Give the model the names of its classes, if it has as many."""
-    if model.config.num_labels != len(names):
-        raise ValueError(
-            f"The model has {model.config.num_labels} outputs, but the labeled data have {len(names)} classes "
-            f"({', '.join(names[:10])}). Build the model with num_labels={len(names)}."
-        )
-    model.config.id2label = dict(enumerate(names))
-    model.config.label2id = {name: number for number, name in enumerate(names)}
 
 
 def average_buffers(model: nn.Module) -> None:

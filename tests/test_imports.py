@@ -1,0 +1,178 @@
+"""Imports point one way. Read from the source, so that no import is missed because it happens late."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import hf_fixastep
+
+
+PACKAGE = Path(hf_fixastep.__file__).parent
+HUGGING_FACE = {"accelerate", "datasets", "evaluate", "huggingface_hub", "safetensors", "tokenizers", "transformers"}
+# Which of our modules a module may import besides itself; a package stands for all that is in it.
+ALLOWED = {
+    "names": set(),
+    "functional": {"names"},
+    "gate": {"names"},
+    "schedules": {"names"},
+    "teacher": {"names"},
+    "mixing": {"functional", "names"},
+    "losses.base": {"functional", "names"},
+    "config": {"gate", "schedules", "teacher", "names"},
+    "callbacks": {"gate", "schedules", "teacher", "names"},
+    "data": {"names"},
+    "models": {"names"},
+    "metrics": {"names"},
+    "plots": {"names"},
+}
+
+
+def module_name(path: Path) -> str:
+    """As it is imported, without the package: "" for the package itself."""
+    return ".".join(part for part in path.relative_to(PACKAGE).with_suffix("").parts if part != "__init__")
+
+
+SOURCES = {module_name(path): path for path in sorted(PACKAGE.rglob("*.py"))}
+LOSS_FILES = [name for name in SOURCES if name.startswith("losses.") and name != "losses.base"]
+
+
+def statements(node: ast.AST) -> Iterator[ast.Import | ast.ImportFrom]:
+    """Import statements at any depth, but for those that only a type checker reads."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING":
+            continue
+        if isinstance(child, (ast.Import, ast.ImportFrom)):
+            yield child
+        else:
+            yield from statements(child)
+
+
+def imports_of(tree: ast.AST, name: str, is_package: bool) -> set[str]:
+    """Full names of everything imported; `from a import b` gives a.b where that is a module of ours, otherwise a."""
+    here = ["hf_fixastep", *name.split(".")] if name else ["hf_fixastep"]
+    found = set()
+    for statement in statements(tree):
+        if isinstance(statement, ast.Import):
+            found |= {alias.name for alias in statement.names}
+            continue
+        base = here[: len(here) - statement.level + is_package] if statement.level else []
+        source = ".".join([*base, *([statement.module] if statement.module else [])])
+        for alias in statement.names:
+            full = f"{source}.{alias.name}"
+            found.add(full if full.removeprefix("hf_fixastep.") in SOURCES else source)
+    return found
+
+
+def imports(name: str) -> set[str]:
+    path = SOURCES[name]
+    return imports_of(ast.parse(path.read_text()), name, path.name == "__init__.py")
+
+
+def ours(name: str) -> set[str]:
+    """Our modules that a module imports, without the package's name."""
+    found = {full for full in imports(name) if full.split(".")[0] == "hf_fixastep"}
+    return {full.removeprefix("hf_fixastep").removeprefix(".") for full in found}
+
+
+def inside(name: str, packages: set[str]) -> bool:
+    return any(name == package or name.startswith(f"{package}.") for package in packages)
+
+
+@pytest.mark.parametrize(
+    ("source", "name", "is_package", "expected"),
+    [
+        ("import torch.nn, json", "gate", False, {"torch.nn", "json"}),
+        ("from torch import nn", "gate", False, {"torch"}),
+        ("from hf_fixastep.gate import GATES", "config", False, {"hf_fixastep.gate"}),
+        ("from hf_fixastep import gate", "config", False, {"hf_fixastep.gate"}),
+        ("from . import gate", "config", False, {"hf_fixastep.gate"}),
+        ("from .base import Losses", "losses.vat", False, {"hf_fixastep.losses.base"}),
+        ("from .base import Losses", "losses", True, {"hf_fixastep.losses.base"}),
+        ("from ..gate import GATES", "losses.vat", False, {"hf_fixastep.gate"}),
+        ("def late():\n    import transformers", "gate", False, {"transformers"}),
+        ("if TYPE_CHECKING:\n    import transformers", "gate", False, set()),
+    ],
+)
+def test_every_kind_of_import_is_found(source: str, name: str, is_package: bool, expected: set[str]) -> None:
+    assert imports_of(ast.parse(source), name, is_package) == expected
+
+
+@pytest.mark.parametrize("name", [name for name in SOURCES if inside(name, set(ALLOWED))])
+def test_imports_point_one_way(name: str) -> None:
+    home = next(package for package in ALLOWED if inside(name, {package}))
+    wrong = {found for found in ours(name) if not inside(found, {home} | ALLOWED[home])}
+    assert not wrong, f"{name} must not import {', '.join(sorted(wrong))}"
+
+
+def test_every_rule_is_about_a_module_that_exists() -> None:
+    assert ALLOWED.keys() <= SOURCES.keys()
+
+
+@pytest.mark.parametrize("name", LOSS_FILES)
+def test_a_loss_imports_no_other_loss(name: str) -> None:
+    wrong = {found for found in ours(name) if not inside(found, {"functional", "losses.base", "names"})}
+    assert not wrong, f"{name} must not import {', '.join(sorted(wrong))}"
+
+
+def test_the_losses_import_nothing_but_losses_and_names() -> None:
+    assert all(inside(found, {"losses", "names"}) for found in ours("losses"))
+
+
+def test_the_losses_were_found() -> None:
+    assert len(LOSS_FILES) >= 7
+
+
+def test_the_gate_imports_no_hugging_face_library_and_nothing_that_does() -> None:
+    seen, todo = set(), ["gate"]
+    while todo:
+        name = todo.pop()
+        seen.add(name)
+        assert not {full.split(".")[0] for full in imports(name)} & HUGGING_FACE, name
+        todo += ours(name) - seen
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_no_module_imports_recipes_or_tests(name: str) -> None:
+    assert not {full.split(".")[0] for full in imports(name)} & {"recipes", "tests", "conftest", "pytest"}
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    remaining = {name: {found for found in ours(name) if found in SOURCES and found != name} for name in SOURCES}
+    while free := [name for name, needs in remaining.items() if not needs & remaining.keys()]:
+        for name in free:
+            del remaining[name]
+    assert not remaining
+
+
+@pytest.mark.parametrize("name", hf_fixastep.__all__)
+def test_every_public_name_resolves_to_what_its_home_defines(name: str) -> None:
+    home = importlib.import_module(f"hf_fixastep.{hf_fixastep._HOMES[name]}")
+    assert getattr(hf_fixastep, name) is getattr(home, name)
+
+
+def test_homes_and_public_names_agree() -> None:
+    assert hf_fixastep._HOMES.keys() == set(hf_fixastep.__all__)
+
+
+def test_type_checkers_see_the_public_names_where_they_live() -> None:
+    tree = ast.parse(SOURCES[""].read_text())
+    block = next(node for node in tree.body if isinstance(node, ast.If))
+    seen = {alias.name: statement.module for statement in block.body for alias in statement.names}
+    assert seen == {name: f"hf_fixastep.{home}" for name, home in hf_fixastep._HOMES.items()}
+
+
+def test_a_name_that_does_not_exist_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match=r"hf_fixastep.*'FixAStpeTrainer'"):
+        _ = hf_fixastep.FixAStpeTrainer
+
+
+def test_an_unread_public_name_costs_no_import() -> None:
+    """The top of the package imports nothing of ours but the networks, which the Auto classes must know."""
+    assert ours("") == {"models"}
+    assert "hf_fixastep.models" in sys.modules
