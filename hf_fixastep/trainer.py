@@ -235,11 +235,14 @@ class FixAStepTrainer(Trainer):
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
         if not model.training:
             model.train()
-        with self.compute_loss_context_manager():
-            losses = self.compute_losses(model, self._prepare_inputs(inputs))
+            if callable(getattr(self.optimizer, "train", None)):  # schedule-free optimizers
+                self.optimizer.train()
         parts = self.current_gradient_accumulation_steps
-        # Both backwards stay local, also under DDP: the gate reduces them once, at the end of the window.
+        # DDP decides in the forward whether to reduce, and broadcasts buffers there. Everything stays local instead:
+        # the gate reduces both gradients once, at the end of the window.
         with self.accelerator.no_sync(model):
+            with self.compute_loss_context_manager():
+                losses = self.compute_losses(model, self._prepare_inputs(inputs))
             with self._slots.fill(LABELED):
                 shared_graph = self.loss.batchnorm == "joint" and losses.unlabeled is not None
                 self.accelerator.backward(losses.labeled / parts, retain_graph=shared_graph)
