@@ -13,11 +13,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import ViTImageProcessor
 
-from hf_fixastep import FixAStepConfig, FixAStepTrainer, Images, WideResNetForImageClassification
+from hf_fixastep import WideResNetForImageClassification
 from hf_fixastep.functional import SemiBatch, mixing_shares
 from hf_fixastep.mixing import guess_labels, mix_labeled
+from tests.runs import make_trainer
 
 
 CLASSES = 3
@@ -214,29 +214,13 @@ def test_nothing_is_drawn_from_the_global_generator(guess_all: bool) -> None:
 
 
 def test_the_trainer_caps_the_pool_at_one_labeled_batch_of_each_view(
-    tmp_path: Path,
-    tiny_model: WideResNetForImageClassification,
-    processor: ViTImageProcessor,
-    labeled: Images,
-    unlabeled: Images,
+    tmp_path: Path, tiny_model: WideResNetForImageClassification
 ) -> None:
     """Trap 25; the Pi-model has both weak views of all unlabeled images anyway."""
     rows: list[int] = []
     tiny_model.stem.register_forward_pre_hook(lambda _, images: rows.append(len(images[0])))
-    args = FixAStepConfig(
-        output_dir=str(tmp_path),
-        loss="pi_model",
-        max_steps=1,
-        per_device_train_batch_size=4,
-        unlabeled_ratio=3,
-        save_strategy="no",
-        report_to=[],
-        disable_tqdm=True,
-    )
-    assert args.mix_pool == "batch"
-    trainer = FixAStepTrainer(
-        tiny_model, args, train_dataset=labeled, unlabeled_dataset=unlabeled, processing_class=processor
-    )
+    trainer = make_trainer(tmp_path, tiny_model, loss="pi_model", max_steps=1, unlabeled_ratio=3.0)
+    assert trainer.args.mix_pool == "batch"
     trainer.train()
     # Guesses for each view, then labeled rows and first view together, then the second view.
     assert rows == [4, 4, 4 + 12, 12]
