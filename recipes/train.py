@@ -1,0 +1,203 @@
+"""Train a classifier from a few labels and a pile of unlabeled images.
+
+accelerate launch recipes/train.py --config recipes/digits/quickstart.yaml [--key value ...]
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).parents[1])  # else evaluate.py next to this file hides the library of that name
+
+import pandas as pd
+import yaml
+from huggingface_hub.errors import StrictDataclassError
+from rich.console import Console
+from rich.table import Table
+from sklearn.metrics import confusion_matrix
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoImageProcessor,
+    AutoModelForImageClassification,
+    ViTImageProcessor,
+    set_seed,
+)
+from transformers.trainer_utils import get_last_checkpoint
+from transformers.utils import logging
+
+from hf_fixastep import FixAStepConfig, FixAStepTrainer, load_dataset
+from hf_fixastep.callbacks import LOG_NAME
+from hf_fixastep.config import parse, read_mapping
+from hf_fixastep.names import choose
+from hf_fixastep.plots import save_figures
+
+
+RECIPE = "recipe.yaml"
+
+
+@dataclass
+class DataArguments:
+    """Which data to load, by name."""
+
+    dataset: str = field(metadata={"help": "A name of hf_fixastep.list_datasets()."})
+    zeta: int | None = field(default=None, metadata={"help": "Percent of unlabeled classes that are foreign."})
+    labels_per_class: int | None = field(default=None, metadata={"help": "Labeled images per class."})
+    split_seed: int = field(default=0, metadata={"help": "Seed of the split into labeled, unlabeled and so on."})
+    data_dir: str | None = field(default=None, metadata={"help": "Folder of raw files, for data that need them."})
+
+
+@dataclass
+class ModelArguments:
+    """Which network to train."""
+
+    model: str = field(metadata={"help": "A model type to build from scratch, or a folder or Hub name to start from."})
+    model_kwargs: dict | str | None = field(default=None, metadata={"help": "Config of a model built from scratch."})
+    image_size: int | None = field(default=None, metadata={"help": "Side of the images, for a model from scratch."})
+    image_mean: list[float] | None = field(default=None, metadata={"help": "Mean per channel, of values in 0..1."})
+    image_std: list[float] | None = field(default=None, metadata={"help": "Standard deviation per channel."})
+
+
+def load_data(args: DataArguments) -> Any:
+    settings = {"labels_per_class": args.labels_per_class, "data_dir": args.data_dir}
+    given = {name: value for name, value in settings.items() if value is not None}
+    return load_dataset(args.dataset, None if args.zeta is None else f"zeta{args.zeta}", seed=args.split_seed, **given)
+
+
+def load_model(args: ModelArguments, num_labels: int, preset: str) -> tuple[Any, Any]:
+    """Model and image processor: from scratch if `model` is a model type, otherwise pretrained."""
+    if args.model in CONFIG_MAPPING:
+        processor = build_processor(args)
+        return AutoModelForImageClassification.from_config(build_config(args, num_labels, preset)), processor
+    try:
+        processor = AutoImageProcessor.from_pretrained(args.model)
+        model = AutoModelForImageClassification.from_pretrained(
+            args.model, num_labels=num_labels, ignore_mismatched_sizes=True
+        )
+    except OSError as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"{args.model} is no model type, and no model could be loaded from it: {reason}") from error
+    return model, processor
+
+
+def build_config(args: ModelArguments, num_labels: int, preset: str) -> Any:
+    """The network's config from `model_kwargs`, with what the data and the preset say."""
+    known, given = CONFIG_MAPPING[args.model].__annotations__, read_mapping("model_kwargs", args.model_kwargs)
+    for key in given:  # a config would take any
+        choose(f"key of {args.model} in model_kwargs:", key, known)
+    defaults = {"image_size": args.image_size, "upstream_block": preset == "upstream"}
+    settings = {key: value for key, value in defaults.items() if key in known} | given
+    try:
+        return AutoConfig.for_model(args.model, num_labels=num_labels, **settings)
+    except StrictDataclassError as error:
+        raise ValueError(f"{args.model}: {error.__cause__ or error}") from error
+
+
+def build_processor(args: ModelArguments) -> ViTImageProcessor:
+    if args.image_size is None:
+        raise ValueError(f"Building {args.model} from scratch needs image_size, for example image_size: 32.")
+    return ViTImageProcessor(
+        size={"height": args.image_size, "width": args.image_size},
+        do_convert_rgb=True,
+        do_normalize=args.image_mean is not None,
+        image_mean=args.image_mean,
+        image_std=args.image_std,
+    )
+
+
+def checkpoint_to_resume(args: FixAStepConfig) -> str | None:
+    """The checkpoint that `resume_from_checkpoint` means; nothing is written over without it."""
+    wanted = args.resume_from_checkpoint
+    if wanted and wanted.lower() not in ("true", "false"):
+        return wanted
+    last = get_last_checkpoint(args.output_dir) if Path(args.output_dir).is_dir() else None
+    if wanted and wanted.lower() == "true":
+        if last is None:
+            raise ValueError(f"{args.output_dir} holds no checkpoint to resume; leave out resume_from_checkpoint.")
+        return last
+    if last is not None or (Path(args.output_dir) / "metrics.json").exists():
+        raise ValueError(
+            f"{args.output_dir} holds a run already; choose another --output_dir, continue it with "
+            "--resume_from_checkpoint true, or delete it."
+        )
+    return None
+
+
+def prepare(argv: list[str]) -> tuple[FixAStepTrainer, Any, dict[str, Any], str | None]:
+    """Everything that can be wrong with what the user gave is found in here."""
+    data_args, model_args, args, given = parse((DataArguments, ModelArguments, FixAStepConfig), argv)
+    checkpoint = checkpoint_to_resume(args)
+    set_seed(args.seed)
+    data = load_data(data_args)
+    model, processor = load_model(model_args, data["labeled"].features["label"].num_classes, args.preset)
+    trainer = FixAStepTrainer(
+        model,
+        args,
+        train_dataset=data["labeled"],
+        unlabeled_dataset=data["unlabeled"],
+        eval_dataset=data["validation"],
+        processing_class=processor,
+    )
+    if checkpoint is not None:
+        trainer.check_checkpoint(checkpoint)
+    return trainer, data, given, checkpoint
+
+
+def finish(trainer: FixAStepTrainer, data: Any, given: dict[str, Any]) -> None:
+    """Test the model and leave it with its numbers and figures in the output folder."""
+    folder = Path(trainer.args.output_dir)
+    validation = trainer.evaluate(metric_key_prefix="validation")
+    test = trainer.predict(data["test"], metric_key_prefix="test")
+    if not trainer.is_world_process_zero():
+        return
+    trainer.save_model()
+    log = pd.read_csv(folder / LOG_NAME)
+    metrics = {
+        "loss": trainer.args.loss,
+        "gate": trainer.args.gate,
+        "mix_labeled": trainer.mix_labeled,
+        "steps": trainer.state.global_step,
+        "best_step": trainer.state.best_global_step,
+        "images": {name: len(split) for name, split in data.items()},
+        "gate_open_rate": float(log["gate/open"].mean()) if "gate/open" in log else None,
+        **{name: value for name, value in {**validation, **test.metrics}.items() if not name.endswith("_second")},
+    }
+    (folder / "metrics.json").write_text(json.dumps(metrics, indent=2))
+    (folder / RECIPE).write_text(yaml.safe_dump(given))
+    confusion = confusion_matrix(test.label_ids, test.predictions.argmax(-1))
+    figures = save_figures(log, confusion, list(trainer.model.config.id2label.values()), folder)
+    print_table(metrics, folder, figures)
+
+
+def print_table(metrics: dict[str, Any], folder: Path, figures: list[Path]) -> None:
+    table = Table(
+        "", "value", title=f"{metrics['loss']}, gate {metrics['gate']}, mix_labeled {metrics['mix_labeled']}"
+    )
+    images = metrics["images"]
+    table.add_row("images", ", ".join(f"{count} {name}" for name, count in images.items()))
+    for name in ("validation_accuracy", "test_accuracy", "test_balanced_accuracy", "gate_open_rate"):
+        if metrics.get(name) is not None:
+            table.add_row(name.replace("_", " "), f"{100 * metrics[name]:.1f} %")
+    table.add_row("model", str(folder))
+    table.add_row("figures", ", ".join(figure.name for figure in figures))
+    Console().print(table)
+
+
+def main(argv: list[str]) -> None:
+    logging.disable_progress_bar()  # of files; the bar of the training stays
+    try:
+        trainer, data, given, checkpoint = prepare(argv)
+    except ValueError as error:
+        sys.exit(f"error: {error}")
+    trainer.train(resume_from_checkpoint=checkpoint)
+    finish(trainer, data, given)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

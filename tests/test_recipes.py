@@ -1,0 +1,194 @@
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+import yaml
+from PIL import Image
+from transformers import TrainerCallback, pipeline
+
+from hf_fixastep import LOSSES, FixAStepConfig, load_dataset
+from hf_fixastep.config import parse
+from recipes import evaluate, train
+
+
+ROOT = Path(__file__).parents[1]
+RECIPES = sorted((ROOT / "recipes").rglob("*.yaml"))
+SHORT = [
+    "--max_steps",
+    "4",
+    "--logging_steps",
+    "2",
+    "--eval_steps",
+    "2",
+    "--save_steps",
+    "2",
+    "--disable_tqdm",
+    "true",
+]
+
+
+def arguments(recipe: str, folder: Path, *more: str) -> list[str]:
+    return ["--config", str(ROOT / "recipes" / recipe), "--output_dir", str(folder), *SHORT, *more]
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> Path:
+    """A finished run of four steps."""
+    folder = tmp_path_factory.mktemp("runs") / "quickstart"
+    train.main(arguments("digits/quickstart.yaml", folder))
+    return folder
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_recipe_parses_and_gives_its_own_command(path):
+    types = (train.DataArguments, train.ModelArguments, FixAStepConfig)
+    *_, args, given = parse(types, ["--config", str(path), "--disable_tqdm", "true"])
+    assert args.loss in LOSSES
+    assert given["dataset"] == yaml.safe_load(path.read_text())["dataset"]
+    assert f"--config {path.relative_to(ROOT)}" in path.read_text()
+
+
+def test_every_loss_has_a_digits_recipe():
+    assert {path.stem for path in (ROOT / "recipes/digits").glob("*.yaml")} == {*LOSSES, "quickstart"}
+
+
+def test_the_readme_of_the_recipes_names_every_file():
+    text = (ROOT / "recipes/README.md").read_text()
+    files = [path for path in (ROOT / "recipes").rglob("*") if path.suffix in (".py", ".yaml")]
+    assert [path.name for path in files if str(path.relative_to(ROOT / "recipes")) not in text] == []
+
+
+def test_a_run_leaves_model_numbers_log_and_figures(run):
+    wanted = ["model.safetensors", "config.json", "preprocessor_config.json", "metrics.json", "log.csv", "recipe.yaml"]
+    figures = ["losses.png", "gate.png", "cosines.png", "confusion.png"]
+    assert [name for name in [*wanted, *figures] if not (run / name).is_file()] == []
+
+
+def test_the_log_has_every_number_to_watch(run):
+    log = pd.read_csv(run / "log.csv").dropna(subset="loss")
+    assert list(log["step"]) == [2, 4]
+    columns = {"loss/labeled", "loss/unlabeled", "unlabeled_weight", "gate/open", "gate/cosine", "mask_rate"}
+    assert columns | {"learning_rate"} <= set(log.columns)
+    assert [len(cosines.split()) for cosines in log["gate/cosines"]] == [2, 2]
+
+
+def test_the_saved_folder_works_in_a_pipeline_and_knows_the_classes(run):
+    test = load_dataset("digits_open_set", "zeta50", split="test")
+    answers = pipeline("image-classification", model=str(run))([row["image"] for row in test.select(range(20))])
+    assert {answer[0]["label"] for answer in answers} <= set("012345")
+
+
+def test_the_evaluation_of_a_run_repeats_its_test_numbers(run):
+    evaluate.main([str(run)])
+    repeated = json.loads((run / "evaluation_test.json").read_text())
+    reported = json.loads((run / "metrics.json").read_text())
+    for name, value in repeated.items():
+        assert value == pytest.approx(reported[f"test_{name}"], abs=1e-6)
+
+
+def test_the_pipeline_sees_the_pixels_that_the_trainer_saw(run):
+    """Accuracy by the pipeline, which resizes and normalizes on its own way, equals the reported one."""
+    test = load_dataset("digits_open_set", "zeta50", split="test")
+    answers = pipeline("image-classification", model=str(run), batch_size=90)(list(test["image"]))
+    right = [answer[0]["label"] == str(label) for answer, label in zip(answers, test["label"], strict=True)]
+    assert np.mean(right) == pytest.approx(json.loads((run / "metrics.json").read_text())["test_accuracy"], abs=1e-6)
+
+
+def test_a_finished_run_is_not_written_over(run):
+    before = contents(run)
+    with pytest.raises(SystemExit, match="holds a run already"):
+        train.main(arguments("digits/quickstart.yaml", run))
+    assert contents(run) == before
+
+
+@pytest.mark.parametrize(
+    ("more", "sentence"),
+    [
+        (["--gate", "dorp"], "Unknown gate 'dorp'. Did you mean drop?"),
+        (["--lerning_rate", "1"], "Unknown argument 'lerning_rate'. Did you mean learning_rate?"),
+        (["--loss", "fixmach"], "Unknown loss 'fixmach'. Did you mean fixmatch?"),
+        (["--loss_kwargs", "{treshold: 0.9}"], "Unknown argument of fixmatch 'treshold'. Did you mean threshold?"),
+        (["--dataset", "digit_open_set"], "Unknown dataset 'digit_open_set'. Did you mean digits_open_set?"),
+        (["--zeta", "51"], "Unknown config of digits_open_set 'zeta51'. Did you mean"),
+        (["--labels_per_class", "500"], "labels_per_class is 500"),
+        (["--max_steps", "many"], "Argument --max_steps"),
+        (["--model_kwargs", "{dept: 10}"], "Unknown key of wide_resnet_fixastep in model_kwargs: 'dept'."),
+        (["--model_kwargs", "{depth: 11}"], "depth is 11, but must be 6n + 4"),
+        (["--model", "wide_resnet"], "wide_resnet is no model type, and no model could be loaded from it"),
+        (["--per_device_train_batch_size", "0"], "per_device_train_batch_size is 0"),
+        (["--mix_temperature", "0"], "mix_temperature is 0"),
+        (["--resume_from_checkpoint", "true"], "holds no checkpoint to resume"),
+        (["--resume_from_checkpoint", "elsewhere"], "elsewhere holds no fixastep.json"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_mistake_ends_in_one_sentence_and_writes_nothing(more, sentence, tmp_path):
+    folder = tmp_path / "run"
+    with pytest.raises(SystemExit, match=re.escape(sentence)) as stopped:
+        train.main(arguments("digits/quickstart.yaml", folder, *more))
+    assert "\n" not in str(stopped.value)
+    assert stopped.value.code != 0
+    assert not folder.exists() or contents(folder) == {}
+
+
+def test_an_unknown_key_in_the_yaml_is_an_error_with_a_suggestion(tmp_path):
+    (tmp_path / "mine.yaml").write_text("dataset: digits_open_set\nlerning_rate: 0.1\n")
+    with pytest.raises(SystemExit, match=r"'lerning_rate'\. Did you mean learning_rate\?"):
+        train.main(["--config", str(tmp_path / "mine.yaml")])
+
+
+def test_a_run_continues_from_its_last_checkpoint(tmp_path):
+    whole, halves = tmp_path / "whole", tmp_path / "halves"
+    train.main(arguments("digits/quickstart.yaml", whole, "--load_best_model_at_end", "false"))
+    stop = arguments("digits/quickstart.yaml", halves, "--load_best_model_at_end", "false")
+    trainer, *_ = train.prepare(stop)
+    trainer.add_callback(StopAfter(2))
+    trainer.train()
+    train.main([*stop, "--resume_from_checkpoint", "true"])
+    assert (whole / "model.safetensors").read_bytes() == (halves / "model.safetensors").read_bytes()
+
+
+class StopAfter(TrainerCallback):
+    def __init__(self, steps: int) -> None:
+        self.steps = steps
+
+    def on_step_end(self, args, state, control, **kwargs) -> None:
+        control.should_training_stop = state.global_step == self.steps
+
+
+@pytest.mark.parametrize(
+    ("model", "settings"),
+    [
+        (
+            "vit",
+            "{patch_size: 4, hidden_size: 16, num_hidden_layers: 1, num_attention_heads: 2, intermediate_size: 16}",
+        ),
+        ("resnet", "{embedding_size: 8, hidden_sizes: [8, 16], depths: [1, 1], layer_type: basic}"),
+    ],
+)
+def test_a_model_of_the_library_can_be_built_from_scratch(model, settings, tmp_path):
+    folder = tmp_path / model
+    train.main(arguments("digits/supervised.yaml", folder, "--model", model, "--model_kwargs", settings))
+    grey = Image.fromarray(np.zeros((8, 8), dtype=np.uint8))
+    assert len(pipeline("image-classification", model=str(folder))(grey, top_k=6)) == 6
+
+
+def test_a_saved_model_can_be_trained_further(run, tmp_path):
+    train.main(arguments("digits/supervised.yaml", tmp_path / "more", "--model", str(run)))
+    assert (tmp_path / "more" / "metrics.json").is_file()
+
+
+def test_a_labeled_only_run_has_no_gate_figures(tmp_path):
+    folder = tmp_path / "run"
+    train.main(arguments("digits/supervised.yaml", folder))
+    assert sorted(path.name for path in folder.glob("*.png")) == ["confusion.png", "losses.png"]
+    assert json.loads((folder / "metrics.json").read_text())["gate_open_rate"] is None
