@@ -118,6 +118,7 @@ class FixAStepConfig(TrainingArguments):
     teacher_decay: float = own_field(0.999, "Decay of the averaged model, which is evaluated and saved.")
     flip: bool = own_field(True, "Horizontal flips in all views; switch off for digits.")
     cutout: float = preset_field("Box of the strong view: below 1 a share of the side, otherwise pixels.")
+    cpu_threads: int | None = own_field(None, "Threads on a CPU; 1 is best for tiny networks. If not given, torch's.")
     steps_per_epoch: int = own_field(1024, "What the Trainer calls an epoch, in batches.")
     lr_cycle_steps: float = preset_field(
         "Cycle K of the learning rate's cos(7 pi s / 16 K): up to 1 a share of the run, above 1 steps, 0 to use "
@@ -171,6 +172,8 @@ class FixAStepConfig(TrainingArguments):
                 raise ValueError(f"{name} is {getattr(self, name)}, but it cannot be negative.")
         if not 0 <= self.teacher_decay < 1:
             raise ValueError(f"teacher_decay is {self.teacher_decay}, but it has to be at least 0 and below 1.")
+        if self.cpu_threads is not None and self.cpu_threads < 1:
+            raise ValueError(f"cpu_threads is {self.cpu_threads}, but it has to be at least 1.")
         if self.steps_per_epoch < 1:
             raise ValueError(f"steps_per_epoch is {self.steps_per_epoch}, but an epoch has at least one step.")
         if self.unlabeled_batch_size < 1:

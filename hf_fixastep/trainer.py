@@ -103,6 +103,8 @@ class FixAStepTrainer(Trainer):
                 f"The launch uses {self.accelerator.distributed_type.value}, but the gate needs whole gradients "
                 "before the optimizer runs. Launch on one process or with DDP."
             )
+        if args.cpu_threads is not None:
+            torch.set_num_threads(args.cpu_threads)
         self.loss.to(self.args.device)
         # Without batch norm joint and separate give the same numbers, and separate is cheaper.
         self.loss.batchnorm = args.batchnorm if batchnorm_layers(self.model) else "separate"

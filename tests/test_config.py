@@ -251,6 +251,7 @@ BAD = [  # settings, what the message must say
     ({"unlabeled_ratio": 0.1, "per_device_train_batch_size": 4}, ["unlabeled_ratio 0.1", "4", "no unlabeled image"]),
     ({"warmup_steps": 10}, ["warmup_steps is 10", "lr_cycle_steps"]),
     ({"logging_strategy": "no"}, ["logging_strategy is no", "logging_steps"]),
+    ({"cpu_threads": 0}, ["cpu_threads is 0", "at least 1"]),
     ({"optim": "adamw_torch"}, ["adamw_torch", "learning_rate", "weight_decay"]),
     ({"loss_kwargs": "0.9"}, ["loss_kwargs holds no settings", "'0.9'", "mapping"]),
     ({"loss_kwargs": "{threshold: 0.9"}, ["loss_kwargs", "{threshold: 0.9"]),

@@ -301,6 +301,13 @@ def test_parameters_of_a_loss_are_trained(tmp_path: Path) -> None:
     assert float(loss.steps) == 4
 
 
+def test_the_number_of_threads_can_be_set(tmp_path: Path) -> None:
+    before = torch.get_num_threads()
+    make_trainer(tmp_path, cpu_threads=3)
+    assert torch.get_num_threads() == 3
+    torch.set_num_threads(before)
+
+
 # ---- what is evaluated and saved
 
 
