@@ -18,7 +18,10 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from torchvision.transforms import InterpolationMode
 from torchvision.transforms.v2.functional import resize
 
+from .store import PixelFile, build_once, possible_files
 
+
+IN_MEMORY_BYTES = 2**30  # decoded images that may take more are mapped from a file
 GREY_MODES = ("1", "L", "LA")
 DEEP_MODES = ("I", "F", "I;16", "I;16B", "I;16L", "I;16N")  # more than 8 bits: PIL clips them at 255 without a word
 
@@ -41,6 +44,7 @@ class Images(Dataset):
         if labels is not None:
             _check_labels(labels, len(pixels), class_names)
         self.pixels, self.labels, self.class_names = pixels, labels, class_names
+        self.file: PixelFile | None = None  # that the pixels are mapped from
 
     @classmethod
     def from_dataset(
@@ -51,7 +55,9 @@ class Images(Dataset):
         label: str = "label",
         channels: int | None = None,
     ) -> Images:
-        """Decode every image of a split once.
+        """Decode every image of a split once, whatever its format or transform.
+
+        The outcome is kept in memory, or, if large, in a file beside the Arrow cache, which the next call maps.
 
         Args:
             size: height and width; images of another size are resized.
@@ -59,18 +65,32 @@ class Images(Dataset):
             label: name of the label column, which may be missing.
             channels: 1 for grey, 3 for RGB; by default grey if all images are.
         """
+        split = split.with_format(None)
         pictures = split.select_columns(image)
-        all_grey = len(split) == 0 or pictures[0][image].mode in GREY_MODES
-        pixels = torch.empty(len(split), channels or (1 if all_grey else 3), *size, dtype=torch.uint8)
-        decoded = (picture for batch in pictures.iter(batch_size=100) for picture in batch[image])
-        bar = tqdm(decoded, "Decoding images", total=len(split), disable=len(split) <= 2000)
-        for row, picture in enumerate(bar):
-            if channels is None and pixels.shape[1] == 1 and picture.mode not in GREY_MODES:
-                pixels = pixels.repeat(1, 3, 1, 1)
-            pixels[row] = _to_tensor(picture, pixels.shape[1], size, row)
+        if not isinstance(pictures.features[image], datasets.Image):
+            raise ValueError(
+                f"Column {image!r} holds {pictures.features[image]}, but expected images: convert it with "
+                f"split.cast_column({image!r}, datasets.Image())."
+            )
+        labels = _read_labels(split, label)
+        rows, file = _decode(pictures, image, size, channels), None
+        if len(split) * (channels or 3) * size[0] * size[1] > IN_MEMORY_BYTES:
+            file = build_once(possible_files(pictures, image, size, channels), rows)
+        pixels = file.map() if file else _collect(rows, (len(split), channels or 1, *size))
         feature = split.features.get(label)
         names = feature.names if isinstance(feature, datasets.ClassLabel) else None
-        return cls(pixels, _read_labels(split, label), names)
+        images = cls(pixels, labels, names)
+        images.file = file
+        return images
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For worker processes, which map the file themselves."""
+        return self.__dict__ if self.file is None else {**self.__dict__, "pixels": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        if self.file is not None:
+            self.pixels = self.file.map()
 
     @property
     def fingerprint(self) -> str:
@@ -124,6 +144,27 @@ def _read_labels(split: datasets.Dataset, label: str) -> Tensor | None:
     return torch.from_numpy(labels.astype(np.int64))
 
 
+def _decode(pictures: datasets.Dataset, image: str, size: tuple[int, int], channels: int | None) -> Iterator[Tensor]:
+    """Every image as uint8 [C, *size]; if `channels` is None, C is 1 up to the first image that is not grey."""
+    encoded = pictures.cast_column(image, datasets.Image(decode=False)).iter(batch_size=16)  # decoded one at a time
+    values, mode = (value for batch in encoded for value in batch[image]), pictures.features[image].mode
+    bar = tqdm(values, "Decoding images", total=len(pictures), disable=len(pictures) <= 2000)
+    for row, value in enumerate(bar):
+        picture = _open(value, mode, row)
+        if channels is None and picture.mode not in GREY_MODES:
+            channels = 3
+        yield _to_tensor(picture, channels or 1, size, row)
+
+
+def _open(value: dict[str, Any] | None, mode: str | None, row: int) -> PIL.Image.Image:
+    try:
+        if value is None:
+            raise ValueError("the row is empty")
+        return datasets.Image(mode).decode_example(value)
+    except Exception as error:  # decoders raise nearly anything on a broken image
+        raise ValueError(f"The image in row {row} cannot be read ({error}): replace it or remove the row.") from error
+
+
 def _to_tensor(picture: PIL.Image.Image, channels: int, size: tuple[int, int], row: int) -> Tensor:
     """uint8 [channels, *size], resized as the torchvision image processors of transformers do it."""
     if picture.mode in DEEP_MODES:
@@ -136,6 +177,16 @@ def _to_tensor(picture: PIL.Image.Image, channels: int, size: tuple[int, int], r
     if pixels.shape[1:] == size:
         return pixels
     return resize(pixels, list(size), InterpolationMode.BILINEAR, antialias=True)
+
+
+def _collect(rows: Iterator[Tensor], shape: tuple[int, int, int, int]) -> Tensor:
+    """uint8 of `shape`, with three equal channels for one once a row has three."""
+    pixels = torch.empty(shape, dtype=torch.uint8)
+    for row, picture in enumerate(rows):
+        if len(picture) > pixels.shape[1]:
+            pixels = pixels.repeat(1, 3, 1, 1) if row else pixels.new_empty(shape[0], *picture.shape)
+        pixels[row] = picture
+    return pixels
 
 
 @dataclass(frozen=True)

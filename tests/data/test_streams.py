@@ -124,6 +124,13 @@ class TestImages:
         assert images.labels.tolist() == [3]
         assert images.labels.dtype == torch.int64
 
+    def test_formats_and_transforms_do_not_matter(self):
+        split = split_of([PIL.Image.fromarray(noise(5, 6))], [1])
+        for changed in (split.with_transform(lambda batch: {"image": ["?"]}), split.with_format("torch")):
+            images = Images.from_dataset(changed, (5, 6))
+            assert np.array_equal(images.pixels[0, 0], noise(5, 6))
+            assert images.labels.tolist() == [1]
+
     def test_an_empty_split_gives_an_empty_store(self):
         images = Images.from_dataset(split_of([], []), (5, 6))
         assert len(images) == 0
@@ -377,5 +384,22 @@ class TestBadInput:
         split = split_of([PIL.Image.fromarray(noise(5, 6))], ["cat"], datasets.Value("string"))
         with pytest.raises(
             ValueError, match=r"'label' holds .*string.*: convert it with .*class_encode_column\('label'\)"
+        ):
+            Images.from_dataset(split, (5, 6))
+
+    @pytest.mark.parametrize(
+        ("value", "reason"), [(None, "the row is empty"), ({"bytes": b"GIF89a", "path": None}, "cannot identify .*")]
+    )
+    def test_rows_without_an_image(self, value, reason):
+        split = split_of([PIL.Image.fromarray(noise(5, 6)), value])
+        with pytest.raises(
+            ValueError, match=rf"^The image in row 1 cannot be read \({reason}\): replace it or remove"
+        ):
+            Images.from_dataset(split, (5, 6))
+
+    def test_a_column_that_holds_no_images(self):
+        split = datasets.Dataset.from_dict({"image": ["a.png"]})
+        with pytest.raises(
+            ValueError, match=r"'image' holds .*string.*: convert it with .*cast_column\('image', data"
         ):
             Images.from_dataset(split, (5, 6))

@@ -167,6 +167,7 @@ def test_joint_mode_updates_the_running_statistics_with_the_clean_rows_alone(mod
 @pytest.fixture
 def prepared_model():
     """As accelerate leaves it under bf16."""
+    AcceleratorState._reset_state(reset_partial_state=True)  # a trainer of another test may have set another precision
     yield Accelerator(mixed_precision="bf16", cpu=True).prepare_model(make_model().float())
     AcceleratorState._reset_state(reset_partial_state=True)
 
