@@ -10,7 +10,7 @@ from hf_fixastep.models import register
 
 if TYPE_CHECKING:
     from hf_fixastep.config import FixAStepConfig
-    from hf_fixastep.data.registry import list_datasets, load_dataset
+    from hf_fixastep.data.registry import export_dataset, list_datasets, load_dataset
     from hf_fixastep.data.streams import Images
     from hf_fixastep.data.views import Views
     from hf_fixastep.gate import GradientSlots
@@ -31,6 +31,7 @@ _HOMES = {
     "Views": "data.views",
     "WideResNetConfig": "models",
     "WideResNetForImageClassification": "models",
+    "export_dataset": "data.registry",
     "get_loss": "losses",
     "list_datasets": "data.registry",
     "load_dataset": "data.registry",
@@ -47,6 +48,7 @@ __all__ = [
     "Views",
     "WideResNetConfig",
     "WideResNetForImageClassification",
+    "export_dataset",
     "get_loss",
     "list_datasets",
     "load_dataset",

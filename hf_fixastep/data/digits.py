@@ -23,6 +23,34 @@ UNLABELED_DIGITS = {  # the share of foreign digits grows from none to all
 }
 TEST_PER_CLASS, VALIDATION_PER_CLASS = 60, 20
 
+DESCRIPTION = """
+scikit-learn's digits as an open-set semi-supervised task: the digits 0 to 5 are labeled; the unlabeled images come
+from four digits, of which the share zeta is foreign. Small and quick, for examples and tests.
+
+| config | unlabeled digits |
+| --- | --- |
+| zeta0 | 2, 3, 4, 5 |
+| zeta25 | 6, 3, 4, 5 |
+| zeta50 | 6, 7, 4, 5 |
+| zeta75 | 6, 7, 8, 5 |
+| zeta100 | 6, 7, 8, 9 |
+
+The 1,797 images, 8x8 and grey (0 to 16 in the original, here 0 to 255), are permuted by numpy's `RandomState(seed)`.
+Of each digit, the first 60 are for the test, the next 20 for validation, the next `labels_per_class` are labeled, and
+the rest is unlabeled. The order of the unlabeled images is shuffled once more, so that it tells nothing about the
+digit.
+"""
+
+CITATION = """
+@misc{alpaydin1998optical,
+  title = {Optical Recognition of Handwritten Digits},
+  author = {E. Alpaydin and C. Kaynak},
+  howpublished = {UCI Machine Learning Repository},
+  year = {1998},
+  doi = {10.24432/C50P49}
+}
+"""
+
 
 @dataclass
 class DigitsConfig(datasets.BuilderConfig):
@@ -44,11 +72,16 @@ class DigitsOpenSet(datasets.GeneratorBasedBuilder):
     BUILDER_CONFIGS = [DigitsConfig(name, datasets.Version("1.0.0")) for name in UNLABELED_DIGITS]
     DEFAULT_CONFIG_NAME = "zeta50"
 
+    shareable = True
+    terms = "Creative Commons Attribution 4.0 (CC BY 4.0), as the UCI Machine Learning Repository states."
+
     def _info(self) -> datasets.DatasetInfo:
         names = [str(digit) for digit in range(LABELED_DIGITS)]
         return datasets.DatasetInfo(
-            description="Optical recognition of handwritten digits (Alpaydin and Kaynak, 1998), 8x8 pixels.",
+            description=DESCRIPTION.strip(),
             homepage="https://archive.ics.uci.edu/dataset/80/optical+recognition+of+handwritten+digits",
+            license="cc-by-4.0",
+            citation=CITATION.strip(),
             features=datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(names=names)}),
         )
 

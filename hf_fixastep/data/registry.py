@@ -6,22 +6,73 @@ import dataclasses
 import hashlib
 import inspect
 import os
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import datasets
+import huggingface_hub
+import yaml
 
 from hf_fixastep.names import choose
 
+from .cifar import Cifar10SixAnimal, Cifar100FiftyClass
 from .digits import DigitsOpenSet
+from .folders import Folders
 
 
-DATASETS: dict[str, type[datasets.DatasetBuilder]] = {"digits_open_set": DigitsOpenSet}
+DATASETS: dict[str, type[datasets.DatasetBuilder]] = {
+    "cifar100_fifty_class": Cifar100FiftyClass,
+    "cifar10_six_animal": Cifar10SixAnimal,
+    "digits_open_set": DigitsOpenSet,
+    "folders": Folders,
+}
+
+
+CARD = """---
+{header}---
+
+# {name}
+
+{description}
+
+## Splits
+
+{table}
+
+```python
+import datasets
+
+data = datasets.load_dataset("this folder or repository", "{default}")
+data["unlabeled"] = data["unlabeled"].remove_columns("label")  # unlabeled images have none, it is None
+```
+
+Made by `hf_fixastep.export_dataset`.
+
+## Licence
+
+{terms} Source: <{homepage}>.
+
+## Citation
+
+```bibtex
+{citation}
+```
+"""
+
+
+class Names(list[str]):
+    """Names of data sets, shown with a line on each."""
+
+    def __repr__(self) -> str:
+        width = max(map(len, self), default=0)
+        summaries = [(DATASETS[name].__doc__ or "").partition("\n")[0] for name in self]
+        return "\n".join(f"{name:{width}}  {summary}" for name, summary in zip(self, summaries, strict=True))
 
 
 def list_datasets() -> list[str]:
     """Names that `load_dataset` knows."""
-    return sorted(DATASETS)
+    return Names(sorted(DATASETS))
 
 
 def load_dataset(
@@ -45,12 +96,114 @@ def load_dataset(
         cache_dir: where to keep the built set; by default where `datasets` keeps its own.
         settings: whatever else the data set can vary, such as labels_per_class and seed.
     """
+    builder = _builder(name, config, data_dir, cache_dir, settings)
+    if streaming:
+        return _without_labels(builder.as_streaming_dataset(split=split))
+    builder.download_and_prepare()
+    return _without_labels(builder.as_dataset(split=split))
+
+
+def export_dataset(
+    name: str,
+    config: str | None,
+    out_dir: str | os.PathLike[str],
+    *,
+    data_dir: str | os.PathLike[str] | None = None,
+    cache_dir: str | os.PathLike[str] | None = None,
+    **settings: Any,
+) -> Path:
+    """Write a data set as parquet files that `datasets.load_dataset(out_dir, config)` reads without this package.
+
+    Several configs may go into one folder, one after another. Its README.md is also the card for the Hub.
+
+    Args:
+        name: one of `list_datasets()`, if it may be passed on.
+        config: a variant of the data set; the builder's own default if None.
+        out_dir: folder to write to, made if it is not there.
+        data_dir, cache_dir, settings: as in `load_dataset`.
+    """
+    builder_class = DATASETS[choose("dataset", name, DATASETS)]
+    if not getattr(builder_class, "shareable", False):
+        terms = getattr(builder_class, "terms", "its builder does not state that it may be passed on.")
+        raise ValueError(f"{name} may not be exported: {terms}")
+    builder = _builder(name, config, data_dir, cache_dir, settings)
+    out, config = Path(out_dir), builder.config.name
+    if (out / config).exists():
+        raise FileExistsError(f"{out / config} is already there: delete it, or export to another folder.")
+    rows = _exported(name, out)
+    builder.download_and_prepare()
+    data = _without_labels(builder.as_dataset())
+    own = {setting: getattr(builder.config, setting) for setting in _own_settings(builder_class)}
+    rows[config] = own | {split: len(part) for split, part in data.items()}
+    out.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=out, prefix=".partial-") as partial:
+        folder, card = Path(partial, config), Path(partial, "README.md")
+        folder.mkdir()
+        for split, part in data.items():
+            part.to_parquet(folder / f"{split}.parquet")
+        card.write_text(dataset_card(builder, rows), encoding="utf-8")
+        folder.replace(out / config)
+        card.replace(out / "README.md")  # the last step: what it does not name, `datasets` does not load
+    return out
+
+
+def dataset_card(builder: datasets.DatasetBuilder, rows: dict[str, dict[str, Any]]) -> str:
+    """The README.md of an export, with the header that `datasets` and the Hub read.
+
+    Args:
+        rows: settings and sizes of the splits, by config.
+    """
+    name, info = builder.dataset_name, builder.info
+    rows = {config: rows[config] for config in builder.builder_configs if config in rows}
+    splits = ("labeled", "unlabeled", "validation", "test")
+    header = {
+        "license": info.license,
+        "task_categories": ["image-classification"],
+        "configs": [
+            {
+                "config_name": config,
+                "data_files": [{"split": split, "path": f"{config}/{split}.parquet"} for split in splits],
+                "default": config == builder.DEFAULT_CONFIG_NAME,
+            }
+            for config in rows
+        ],
+        "hf_fixastep": {"dataset": name, "configs": rows},
+    }
+    columns = list(next(iter(rows.values())))
+    table = [["config", *columns], ["---"] * (1 + len(columns))]
+    table += [[config, *map(str, row.values())] for config, row in rows.items()]
+    lines = "\n".join(f"| {' | '.join(cells)} |" for cells in table)
+    return CARD.format(
+        header=yaml.safe_dump(header, sort_keys=False),
+        name=name,
+        description=info.description,
+        table=lines,
+        default=next(iter(rows)),
+        terms=getattr(builder, "terms", ""),
+        homepage=info.homepage,
+        citation=info.citation,
+    )
+
+
+def _exported(name: str, out: Path) -> dict[str, dict[str, Any]]:
+    """What earlier exports to this folder wrote into its card."""
+    card = out / "README.md"
+    if not card.exists():
+        return {}
+    record = (huggingface_hub.metadata_load(card) or {}).get("hf_fixastep", {})
+    if record.get("dataset") != name:
+        raise FileExistsError(f"{card} belongs to something else than an export of {name}: choose another folder.")
+    return record["configs"]
+
+
+def _builder(name: str, config: str | None, data_dir: Any, cache_dir: Any, settings: dict) -> datasets.DatasetBuilder:
     builder_class = DATASETS[choose("dataset", name, DATASETS)]
     if config is not None:
         choose(f"config of {name}", config, [known.name for known in builder_class.BUILDER_CONFIGS])
     for setting in settings:
-        choose(f"setting of {name}", setting, _settings(builder_class))
-    builder = builder_class(
+        valid = [*_own_settings(builder_class), "split", "streaming", "data_dir", "cache_dir"]
+        choose(f"setting of {name}", setting, valid)
+    return builder_class(
         config_name=config,
         dataset_name=name,
         hash=_source_hash(builder_class),  # else an edited builder would go on serving what it built before
@@ -58,16 +211,12 @@ def load_dataset(
         cache_dir=None if cache_dir is None else os.fspath(cache_dir),
         **settings,
     )
-    if streaming:
-        return _without_labels(builder.as_streaming_dataset(split=split))
-    builder.download_and_prepare()
-    return _without_labels(builder.as_dataset(split=split))
 
 
-def _settings(builder_class: type[datasets.DatasetBuilder]) -> list[str]:
+def _own_settings(builder_class: type[datasets.DatasetBuilder]) -> list[str]:
     inherited = {field.name for field in dataclasses.fields(datasets.BuilderConfig)}
     own = [field.name for field in dataclasses.fields(builder_class.BUILDER_CONFIG_CLASS)]
-    return [name for name in own if name not in inherited] + ["split", "streaming", "data_dir", "cache_dir"]
+    return [name for name in own if name not in inherited]
 
 
 def _source_hash(builder_class: type[datasets.DatasetBuilder]) -> str:

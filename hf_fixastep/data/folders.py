@@ -1,0 +1,427 @@
+"""A user's own images: class folders or a table on the labeled side, any pile of files on the unlabeled side."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import itertools
+import json
+import logging
+import os
+import unicodedata
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import datasets
+import numpy as np
+from datasets.utils import tqdm
+
+from hf_fixastep.names import choose
+
+from . import files
+from .files import Listing, Source, UnreadableImage, digest, duplicates, encode, read_picture
+
+
+logger = logging.getLogger(__name__)
+REPORT = "report.json"
+
+
+@dataclass
+class FoldersConfig(datasets.BuilderConfig):
+    """Where the images are, and how to cut off the splits that are missing.
+
+    Args:
+        labeled: a folder with one sub-folder per class, or a .csv or .parquet table with the columns file_name and
+            label, file names relative to the table.
+        unlabeled: a folder of any depth, a glob, a table with the column file_name, or a list of these.
+        validation: as `labeled`; if not given, cut from the labeled images.
+        test: as `validation`.
+        image_size: side, or height and width, to resize to; by default images keep theirs.
+        seed: seed of the cut.
+        group: a column of the table, or a regular expression whose first parentheses match the group, such as the
+            patient, in file names relative to the folder. No group is cut in two.
+        validation_share: share of the labeled images, of each class, for validation.
+        test_share: the same for the test.
+    """
+
+    labeled: Source | None = None
+    unlabeled: Source | Sequence[Source] | None = None
+    validation: Source | None = None
+    test: Source | None = None
+    image_size: int | Sequence[int] | None = None
+    seed: int = 0
+    group: str | None = None
+    validation_share: float = 0.1
+    test_share: float = 0.2
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.size = check_size(self.image_size)
+        check_cut(self.seed, self.validation_share, self.test_share)
+        # not a field, which would be a setting
+        self.listings = list_sides(self.labeled, self.unlabeled, self.validation, self.test, self.group)
+        check_classes(self.listings)
+
+    def create_config_id(self, config_kwargs: dict, custom_features: datasets.Features | None = None) -> str:
+        """The name of the cache folder; changes with the settings, the files, and the code that reads them."""
+        content = hashlib.sha256(inspect.getsource(files).encode())
+        content.update(repr((self.size, self.seed, self.validation_share, self.test_share)).encode())
+        for side, listing in self.listings.items():
+            content.update(side.encode() + listing.fingerprint())
+        return f"{self.name}-{content.hexdigest()[:16]}"
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """The splits to cut off, with their shares."""
+        shares = {"validation": self.validation_share, "test": self.test_share}
+        return {name: share for name, share in shares.items() if name not in self.listings}
+
+
+def check_size(size: Any) -> tuple[int, int] | None:
+    """Height and width."""
+    if size is None:
+        return None
+    sides = size if isinstance(size, (list, tuple)) else (size, size)
+    if len(sides) != 2 or not all(isinstance(side, int) and side > 0 for side in sides):
+        raise ValueError(f"image_size is {size!r}, but expected a number of pixels, or two: height and width.")
+    return sides[0], sides[1]
+
+
+def check_cut(seed: int, validation_share: float, test_share: float) -> None:
+    if not (isinstance(seed, int) and 0 <= seed < 2**32):
+        raise ValueError(f"seed is {seed!r}, but expected a whole number from 0 to {2**32 - 1}.")
+    numbers = all(isinstance(share, (int, float)) for share in (validation_share, test_share))
+    if not (numbers and validation_share > 0 and test_share > 0 and validation_share + test_share < 1):
+        raise ValueError(
+            f"validation_share is {validation_share!r} and test_share {test_share!r}, but expected two positive "
+            "numbers that leave something of 1."
+        )
+
+
+def list_sides(
+    labeled: Any, unlabeled: Any, validation: Any = None, test: Any = None, group: str | None = None
+) -> dict[str, Listing]:
+    """The files of every side that is given."""
+    given = {"labeled": labeled, "unlabeled": unlabeled, "validation": validation, "test": test}
+    if labeled is None or unlabeled is None:
+        missing = "labeled" if labeled is None else "unlabeled"
+        raise ValueError(
+            f"{missing} is not given; expected labeled= and unlabeled=, each a folder or a table of images."
+        )
+    check_apart(given)
+    listings = {}
+    for side, source in given.items():
+        if source is not None:
+            find = files.list_unlabeled if side == "unlabeled" else files.list_labeled
+            listings[side] = find(side, source, group)
+            if not len(listings[side]):
+                raise ValueError(
+                    f"{side} is {source}, where no image was found; passed over: {passed_over(listings[side])}."
+                )
+    return listings
+
+
+def check_apart(given: Mapping[str, Any]) -> None:
+    """No two sides may be the same folder."""
+    seen: dict[str, str] = {}
+    for side, source in given.items():
+        if isinstance(source, (str, os.PathLike)):
+            path = os.path.realpath(os.path.expanduser(source))
+            if path in seen:
+                raise ValueError(
+                    f"{seen[path]} and {side} are both {source}, but expected a folder of its own for each."
+                )
+            seen[path] = side
+
+
+def passed_over(listing: Listing) -> str:
+    return ", ".join(f"{count:,} {reason}" for reason, count in sorted(listing.passed_over.items())) or "nothing"
+
+
+def class_names(labels: Sequence[str]) -> list[str]:
+    """Every class once, sorted; by number if all are numbers."""
+    names = set(labels)
+    return sorted(names, key=int) if all(name.isdecimal() for name in names) else sorted(names)
+
+
+def check_classes(listings: Mapping[str, Listing]) -> None:
+    names = class_names(listings["labeled"].labels)
+    if len(names) < 2:
+        raise ValueError(f"labeled has one class, {names[0]}, but expected at least two: add a folder for another.")
+    seen: dict[str, str] = {}
+    for name in names:
+        known = seen.setdefault(unicodedata.normalize("NFKC", name).casefold().strip(), name)
+        if known != name:
+            raise ValueError(
+                f"labeled has the classes {known!r} and {name!r}, which differ only in writing: merge them."
+            )
+    for side in [side for side in listings if side in ("validation", "test")]:
+        for name in class_names(listings[side].labels):
+            choose(f"class in {side}, which labeled does not have:", name, names)
+
+
+class Folders(datasets.GeneratorBasedBuilder):
+    """Your own images: class folders or a table, and any pile of unlabeled files.
+
+    Stored upright with 8 bits, as mode L or RGB: `to_grey_or_rgb` says how other modes become these.
+    """
+
+    terms = "the images are yours, and their licence is not known here."
+    VERSION = datasets.Version("1.0.0")
+    BUILDER_CONFIG_CLASS = FoldersConfig
+    DEFAULT_WRITER_BATCH_SIZE = 32  # images held in memory: photographs of 12 megapixels may come unresized
+    config: FoldersConfig
+
+    def _info(self) -> datasets.DatasetInfo:
+        names = class_names(self.config.listings["labeled"].labels)
+        features = {
+            "image": datasets.Image(),
+            "label": datasets.ClassLabel(names=names),
+            "file_name": datasets.Value("string"),
+        }
+        return datasets.DatasetInfo(description="Images from folders.", features=datasets.Features(features))
+
+    def _split_generators(self, dl_manager: datasets.DownloadManager) -> list[datasets.SplitGenerator]:
+        listings = self.config.listings
+        # Labeled images are decoded twice: broken ones shall stop the build before an hour goes into the unlabeled
+        # ones, and the cut keeps equal images together.
+        digests = {
+            side: read_digests(side, listing) if side != "unlabeled" else np.zeros(len(listing), np.uint64)
+            for side, listing in listings.items()
+        }
+        self.splits, self.digests = split_sides(listings, digests, self.config.shares, self.config.seed)
+        self.skipped: dict[str, str] = {}
+        generators = [datasets.SplitGenerator(name=name, gen_kwargs={"split": name}) for name in self.splits]
+        for generator in generators:
+            generator.split_info.num_examples = len(self.splits[generator.name])  # for the progress bar
+        return generators
+
+    def _generate_examples(self, split: str) -> Iterator[tuple[int, dict[str, Any]]]:
+        listing, digests = self.splits[split], self.digests[split]
+        numbers = {name: number for number, name in enumerate(class_names(self.config.listings["labeled"].labels))}
+        for row in range(len(listing)):
+            try:
+                picture = read_picture(listing.path(row))
+            except UnreadableImage as error:
+                if split != "unlabeled":
+                    raise
+                self.skipped[listing.shown(row)] = str(error)
+                continue
+            digests[row] = digest(picture.image)
+            yield (
+                row,
+                {
+                    "image": {"bytes": encode(picture, self.config.size), "path": None},
+                    "label": numbers[listing.labels[row]] if listing.labels else -1,  # the registry drops the -1
+                    "file_name": listing.shown(row),
+                },
+            )
+
+    def _download_and_prepare(self, *args: Any, **kwargs: Any) -> None:
+        super()._download_and_prepare(*args, **kwargs)
+        if len(self.skipped) == len(self.splits["unlabeled"]):
+            name, why = next(iter(self.skipped.items()))
+            raise ValueError(f"None of the {len(self.skipped):,} unlabeled files can be read, such as {name}: {why}.")
+        report = make_report(self.splits, self.digests, self.skipped)
+        with open(os.path.join(self._output_dir, REPORT), "w") as file:
+            json.dump(report, file, indent=1)
+        place = os.path.join(self._output_dir.removesuffix(".incomplete"), REPORT)
+        for sentence in findings(report):
+            logger.warning("%s All of them are in %s.", sentence, place)
+        logger.info("What was found in the folders is in %s.", place)
+
+
+def read_digests(side: str, listing: Listing) -> np.ndarray:
+    """Digests of all images of a labeled side."""
+    digests = np.zeros(len(listing), np.uint64)
+    for row in tqdm(range(len(listing)), f"Reading {side} images", disable=len(listing) <= 2000):
+        try:
+            digests[row] = digest(read_picture(listing.path(row)).image)
+        except UnreadableImage as error:
+            raise ValueError(
+                f"The {side} image {files.printable(listing.path(row))} cannot be read: {error}. Repair or remove it; "
+                "python -m hf_fixastep.data.doctor lists all such files."
+            ) from error
+    return digests
+
+
+def split_sides(
+    listings: Mapping[str, Listing], digests: Mapping[str, np.ndarray], shares: Mapping[str, float], seed: int
+) -> tuple[dict[str, Listing], dict[str, np.ndarray]]:
+    """Listings and digests of the four splits, those in `shares` cut from the labeled side."""
+    splits, contents = dict(listings), dict(digests)
+    if shares:
+        labeled = listings["labeled"]
+        # without groups, images with the same pixels are one
+        groups = labeled.groups or digests["labeled"].tolist()
+        unit = "groups" if labeled.groups else "different images"
+        for name, rows in cut(labeled.labels, groups, shares, seed, unit).items():
+            splits[name], contents[name] = labeled.select(rows), digests["labeled"][rows]
+        splits["labeled"].passed_over = labeled.passed_over
+    names = ("labeled", "unlabeled", "validation", "test")
+    return {name: splits[name] for name in names}, {name: contents[name] for name in names}
+
+
+def cut(
+    labels: Sequence[str], groups: Sequence[Any], shares: Mapping[str, float], seed: int, unit: str = "groups"
+) -> dict[str, list[int]]:
+    """Rows of each split in `shares`, and of what stays labeled: whole groups, about the share of every class."""
+    members: dict[Any, list[int]] = defaultdict(list)
+    for row, group in enumerate(groups):
+        members[group].append(row)
+    contents = {group: Counter(labels[row] for row in rows) for group, rows in members.items()}
+    available = Counter(label for content in contents.values() for label in content)
+    label, count = min(available.items(), key=lambda item: item[1])
+    if count <= len(shares):
+        raise ValueError(
+            f"Cutting {' and '.join(shares)} from labeled needs {len(shares) + 1} {unit} of every class, but "
+            f"{label!r} has {count}: add images, or give {' and '.join(f'{name}=' for name in shares)}."
+        )
+    random, left = np.random.RandomState(seed), sorted(members)
+    parts: dict[str, list[int]] = {}
+    for later, (name, share) in zip(range(len(shares), 0, -1), shares.items(), strict=True):
+        goals = {label: max(1, round(share * count)) for label, count in Counter(labels).items()}
+        taken = take(left, contents, goals, later, random)
+        if not taken:
+            raise ValueError(
+                f"The groups cannot be cut so that labeled and {' and '.join(shares)} have images of every class: add "
+                f"groups, or give {name}=."
+            )
+        left = [group for group in left if group not in taken]
+        parts[name] = sorted(row for group in taken for row in members[group])
+    return parts | {"labeled": sorted(row for group in left for row in members[group])}
+
+
+def take(
+    groups: Sequence[Any],
+    contents: Mapping[Any, Counter[str]],
+    goals: Mapping[str, int],
+    later: int,
+    random: np.random.RandomState,
+) -> set[Any]:
+    """Groups for one split: of twenty random choices the one nearest to the goals; none if all fail.
+
+    Args:
+        contents: images of each class, for every group.
+        goals: wanted images of each class; one at least is taken, however large its group.
+        later: how many groups of every class the splits after this one need.
+    """
+    best: set[Any] = set()
+    smallest = float("inf")
+    for _ in range(20):
+        taken = take_in_order([groups[n] for n in random.permutation(len(groups))], contents, goals, later)
+        counts = Counter(itertools.chain.from_iterable(contents[group].elements() for group in taken))
+        distance = sum((counts[label] / goal - 1) ** 2 for label, goal in goals.items())
+        if distance < smallest and len(counts) == len(goals):
+            best, smallest = taken, distance
+        if distance == 0:  # always, if each image is a group
+            break
+    return best
+
+
+def take_in_order(
+    order: Sequence[Any], contents: Mapping[Any, Counter[str]], goals: Mapping[str, int], later: int
+) -> set[Any]:
+    """Rare classes first, every group that brings the split nearer to its goals, and one at least of each class."""
+    counts: Counter[str] = Counter()
+    left = Counter(label for group in order for label in contents[group])
+    owners: dict[str, list[Any]] = defaultdict(list)
+    for group in order:
+        for label in contents[group]:
+            owners[label].append(group)
+    taken: set[Any] = set()
+
+    def cost(group: Any) -> float:  # change of the squared distance to the goals, in units of these
+        sizes = contents[group].items()
+        return sum(size * (size + 2 * (counts[label] - goals[label])) / goals[label] ** 2 for label, size in sizes)
+
+    def spare(group: Any) -> bool:
+        return group not in taken and all(left[label] > later for label in contents[group])
+
+    def add(group: Any) -> None:
+        taken.add(group)
+        counts.update(contents[group])
+        left.subtract(dict.fromkeys(contents[group], 1))
+
+    for label in sorted(goals, key=lambda label: (goals[label], label)):
+        for group in owners[label]:
+            if counts[label] < goals[label] and spare(group) and cost(group) < 0:
+                add(group)
+        possible = [] if counts[label] else [group for group in owners[label] if spare(group)]
+        if possible:
+            add(min(possible, key=cost))
+    return taken
+
+
+def make_report(
+    splits: Mapping[str, Listing], digests: Mapping[str, np.ndarray], skipped: Mapping[str, str]
+) -> dict[str, Any]:
+    """What was found in the folders, ready for JSON."""
+    sets = duplicates(dict(digests))
+    return {
+        "roots": {split: files.printable(os.path.abspath(listing.root)) for split, listing in splits.items()},
+        "images": {split: int(np.count_nonzero(digests[split])) for split in splits},
+        "classes": {
+            split: dict(sorted(Counter(part.labels).items())) for split, part in splits.items() if part.labels
+        },
+        "passed_over": {split: dict(listing.passed_over) for split, listing in splits.items()},
+        "outside_root": {split: listing.outside for split, listing in splits.items()},
+        "skipped": dict(skipped),
+        "duplicates": [
+            {split: [splits[split].shown(row) for row in rows] for split, rows in same.items()}
+            for same in sets
+            if len(same) > 1
+        ],
+        "two_classes": [by_class for by_class in (files_by_class(splits, same) for same in sets) if len(by_class) > 1],
+        "shared_groups": shared_groups(splits),
+    }
+
+
+def files_by_class(splits: Mapping[str, Listing], same: Mapping[str, Sequence[int]]) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = defaultdict(list)
+    for split in same.keys() - {"unlabeled"}:
+        for row in same[split]:
+            found[splits[split].labels[row]].append(splits[split].shown(row))
+    return dict(sorted(found.items()))
+
+
+def shared_groups(splits: Mapping[str, Listing]) -> dict[str, list[str]]:
+    """Groups that two splits have, by "one and other"."""
+    shared = {
+        f"{one} and {other}": sorted(set(splits[one].groups) & set(splits[other].groups) - {""})
+        for one, other in itertools.combinations(splits, 2)
+    }
+    return {pair: groups for pair, groups in shared.items() if groups}
+
+
+def findings(report: Mapping[str, Any]) -> list[str]:
+    """One sentence for everything in a report that a user may want to act on."""
+    sentences = []
+    if report["skipped"]:
+        name, why = next(iter(report["skipped"].items()))
+        sentences.append(f"Unlabeled files that cannot be read: {len(report['skipped']):,}, such as {name} ({why}).")
+    pairs: dict[tuple[str, str], list[tuple[str, str]]] = defaultdict(list)
+    for same in report["duplicates"]:
+        for one, other in itertools.combinations(same, 2):
+            pairs[one, other].append((same[one][0], same[other][0]))
+    for (one, other), examples in pairs.items():
+        first, second = examples[0]
+        sentences.append(f"Images in both {one} and {other}: {len(examples):,}, such as {first} and {second}.")
+    if report["two_classes"]:
+        first, second, *_ = (names[0] for names in report["two_classes"][0].values())
+        sentences.append(f"Images in two classes: {len(report['two_classes']):,}, such as {first} and {second}.")
+    for pair, groups in report["shared_groups"].items():
+        sentences.append(f"Groups in both {pair}: {len(groups):,}, such as {groups[0]}.")
+    return sentences
+
+
+def folder_report(data: datasets.DatasetDict | datasets.Dataset) -> dict[str, Any]:
+    """What was found while a set of folders was built: files skipped, duplicates, classes, groups on two sides.
+
+    It lies beside the cached images as `report.json`.
+    """
+    split = next(iter(data.values())) if isinstance(data, dict) else data
+    with open(os.path.join(os.path.dirname(split.cache_files[0]["filename"]), REPORT)) as file:
+        return json.load(file)
