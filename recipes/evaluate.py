@@ -64,7 +64,7 @@ def predict(run: Path, split: Any, batch_size: int) -> tuple[Tensor, Tensor, lis
 def main(argv: list[str]) -> None:
     try:
         run, args, split = prepare(argv)
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         sys.exit(f"error: {error}")
     logits, labels, names = predict(run, split, args.batch_size)
     metrics = classification_metrics(names)(EvalPrediction(logits.numpy(), labels.numpy()))

@@ -51,6 +51,7 @@ class DataArguments:
     labels_per_class: int | None = field(default=None, metadata={"help": "Labeled images per class."})
     split_seed: int = field(default=0, metadata={"help": "Seed of the split into labeled, unlabeled and so on."})
     data_dir: str | None = field(default=None, metadata={"help": "Folder of raw files, for data that need them."})
+    dataset_kwargs: dict | str | None = field(default=None, metadata={"help": "Whatever else the data set can vary."})
 
 
 @dataclass
@@ -67,7 +68,8 @@ class ModelArguments:
 def load_data(args: DataArguments) -> Any:
     settings = {"labels_per_class": args.labels_per_class, "data_dir": args.data_dir}
     given = {name: value for name, value in settings.items() if value is not None}
-    return load_dataset(args.dataset, None if args.zeta is None else f"zeta{args.zeta}", seed=args.split_seed, **given)
+    given |= {"seed": args.split_seed, **read_mapping("dataset_kwargs", args.dataset_kwargs)}
+    return load_dataset(args.dataset, None if args.zeta is None else f"zeta{args.zeta}", **given)
 
 
 def load_model(args: ModelArguments, num_labels: int, preset: str) -> tuple[Any, Any]:
@@ -193,7 +195,7 @@ def main(argv: list[str]) -> None:
     logging.disable_progress_bar()  # of files; the bar of the training stays
     try:
         trainer, data, given, checkpoint = prepare(argv)
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         sys.exit(f"error: {error}")
     trainer.train(resume_from_checkpoint=checkpoint)
     finish(trainer, data, given)

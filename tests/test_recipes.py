@@ -120,6 +120,7 @@ def test_a_finished_run_is_not_written_over(run):
         (["--dataset", "digit_open_set"], "Unknown dataset 'digit_open_set'. Did you mean digits_open_set?"),
         (["--zeta", "51"], "Unknown config of digits_open_set 'zeta51'. Did you mean"),
         (["--labels_per_class", "500"], "labels_per_class is 500"),
+        (["--dataset", "cifar10_six_animal", "--data_dir", "nowhere"], "There is no folder nowhere"),
         (["--max_steps", "many"], "Argument --max_steps"),
         (["--model_kwargs", "{dept: 10}"], "Unknown key of wide_resnet_fixastep in model_kwargs: 'dept'."),
         (["--model_kwargs", "{depth: 11}"], "depth is 11, but must be 6n + 4"),
@@ -185,6 +186,29 @@ def test_a_model_of_the_library_can_be_built_from_scratch(model, settings, tmp_p
 def test_a_saved_model_can_be_trained_further(run, tmp_path):
     train.main(arguments("digits/supervised.yaml", tmp_path / "more", "--model", str(run)))
     assert (tmp_path / "more" / "metrics.json").is_file()
+
+
+def test_folders_train_by_name(tmp_path):
+    for row, example in enumerate(load_dataset("digits_open_set", split="validation")):
+        folder = tmp_path / "labeled" / f"digit {example['label']}"
+        folder.mkdir(parents=True, exist_ok=True)
+        example["image"].save(folder / f"{row}.png")
+    (tmp_path / "pile").mkdir()
+    for row, example in enumerate(load_dataset("digits_open_set", split="unlabeled").select(range(20))):
+        example["image"].save(tmp_path / "pile" / f"{row}.png")
+    (tmp_path / "pile" / "broken.png").write_bytes(b"no image")
+    sides = json.dumps({"labeled": str(tmp_path / "labeled"), "unlabeled": str(tmp_path / "pile")})
+    settings = ["--image_size", "8", "--model_kwargs", "{depth: 10, width: 1}", "--per_device_train_batch_size", "8"]
+    train.main(arguments("folders/fixmatch.yaml", tmp_path / "run", "--dataset_kwargs", sides, *settings))
+    metrics = json.loads((tmp_path / "run/metrics.json").read_text())
+    assert metrics["images"]["unlabeled"] == 20
+    assert "test_recall_digit_3" in metrics
+
+
+def test_a_folder_that_is_not_there_ends_in_one_sentence(tmp_path):
+    sides = "{labeled: nowhere, unlabeled: no}"
+    with pytest.raises(SystemExit, match="nowhere"):
+        train.main(arguments("folders/fixmatch.yaml", tmp_path / "run", "--dataset_kwargs", sides))
 
 
 def test_a_labeled_only_run_has_no_gate_figures(tmp_path):
