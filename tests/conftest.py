@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import os
+import tempfile
 
 
-os.environ["HF_HUB_OFFLINE"] = "1"  # before any Hugging Face library is imported
+# Before any Hugging Face library is imported: no network, and nothing left in the user's caches.
+HOME = tempfile.TemporaryDirectory(prefix="hf_fixastep-tests-")
+os.environ["HF_HOME"] = HOME.name
+os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # spinning threads on a busy machine are slower than one
 
 import pytest
