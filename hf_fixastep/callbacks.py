@@ -5,12 +5,16 @@ from __future__ import annotations
 import csv
 import logging
 import os
+import signal
+import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+import torch.distributed as dist
 from transformers import ProgressCallback, TrainerCallback, TrainerControl, TrainerState
-from transformers.trainer_utils import get_last_checkpoint
 
+from hf_fixastep.checkpoints import newest_complete
 from hf_fixastep.schedules import ramp_length, unlabeled_ramp
 
 
@@ -93,29 +97,95 @@ class NonFiniteCallback(TrainerCallback):
     def __init__(self, trainer: FixAStepTrainer, patience: int = 5) -> None:
         self.trainer = trainer
         self.patience = patience
-        self.in_a_row = 0
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        self.in_a_row = 0
+        self.trainer.bad_steps = 0
 
     def on_log(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         window = self.trainer.window.pop("nonfinite/labeled", [])
         for step, skipped in enumerate(window, state.global_step - len(window) + 1):
-            self.in_a_row = self.in_a_row + 1 if skipped else 0
-            if self.in_a_row >= self.patience:
+            self.trainer.bad_steps = self.trainer.bad_steps + 1 if skipped else 0
+            if self.trainer.bad_steps >= self.patience:
                 raise FloatingPointError(self._message(args, step))
 
     def _message(self, args: Any, step: int) -> str:
-        last = get_last_checkpoint(args.output_dir) if os.path.isdir(args.output_dir) else None
+        last, _ = newest_complete(args.output_dir)
         found = f"The labeled gradient was not finite in {self.patience} steps in a row up to step {step}"
         return f"{found}; none of them reached the weights. Lower the learning rate; last good checkpoint: {last}."
+
+
+class LogResumeCallback(TrainerCallback):
+    """Go on with the log where the checkpoint stopped; the Trainer sets its sums to zero just before."""
+
+    def __init__(self, trainer: FixAStepTrainer) -> None:
+        self.trainer = trainer
+
+    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self.trainer.resume_log()
+
+
+class SignalCallback(TrainerCallback):
+    """On SIGTERM or SIGINT finish the step, save and exit; a second signal ends the process at once."""
+
+    signals = (signal.SIGTERM, signal.SIGINT)
+
+    def __init__(self, trainer: FixAStepTrainer) -> None:
+        self.trainer = trainer
+        self.received = 0
+        self.stopping = 0  # the signal that all processes have agreed on
+        self.earlier: dict[signal.Signals, Any] = {}
+        self.group: Any = None
+
+    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self.received = self.stopping = 0
+        if args.world_size > 1 and self.group is None:
+            self.group = dist.new_group(backend="gloo")  # on the CPU, so that no device is waited for
+        if threading.current_thread() is threading.main_thread():
+            self.earlier = {number: signal.signal(number, self._receive) for number in self.signals}
+
+    def _receive(self, number: int, frame: Any) -> None:
+        self.received = number
+        for each in self.signals:  # not by a handler of ours, which would wait for a collective call to return
+            signal.signal(each, signal.SIG_DFL)
+
+    def restore(self) -> None:
+        """Called at the end of `train`, however it ends."""
+        for number, handler in self.earlier.items():
+            signal.signal(number, handler)
+        self.earlier = {}
+
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self.stopping = self.received
+        if self.group is not None:  # another process may have got it, or this one after the others
+            number = torch.tensor(self.received)
+            dist.all_reduce(number, dist.ReduceOp.MAX, group=self.group)
+            self.stopping = int(number)
+        control.should_save |= self.stopping > 0
+
+    def on_evaluate(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if self.trainer.is_in_train:  # a long one is over, and what is saved next is this step still
+            self.on_step_end(args, state, control)
+
+    def on_save(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if self.stopping:
+            if self.group is not None:
+                dist.barrier(self.group)
+            if state.is_world_process_zero:
+                logger.warning(
+                    "Stopped by %s after step %d, which is saved in %s; to go on, run it again with "
+                    "resume_from_checkpoint true.",
+                    *(signal.Signals(self.stopping).name, state.global_step, args.output_dir),
+                )
+            raise SystemExit(128 + self.stopping)
 
 
 def write_log(history: list[dict[str, Any]], path: str | Path) -> None:
     """One row per logging or evaluation step; the columns are all names that ever occurred."""
     rows = [row for row in history if "loss" in row or any(name.startswith("eval_") for name in row)]
     columns = ["step", *sorted({name for row in rows for name in row} - {"step"})]
-    with open(path, "w", newline="") as file:
+    partial = f"{path}.partial"
+    with open(partial, "w", newline="") as file:
         writer = csv.DictWriter(file, columns)
         writer.writeheader()
         writer.writerows(rows)
+    os.replace(partial, path)  # a run that is killed now keeps the log it had

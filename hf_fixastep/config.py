@@ -132,6 +132,7 @@ class FixAStepConfig(TrainingArguments):
     per_device_train_batch_size: int = own_field(64, "Labeled images per step and process.")
     per_device_eval_batch_size: int = own_field(512, "Images per evaluation step and process.")
     max_grad_norm: float = own_field(0.0, "Clip the gated gradient to this norm; 0 is off, as in the paper.")
+    ignore_changed_settings: list[str] | None = own_field(None, "Settings that a resumed run may change.")
     logging_nan_inf_filter: bool = own_field(False, "Keep off: the log shows losses as they are, also NaN.")
     remove_unused_columns: bool = own_field(False, "Keep off: images are not arguments of the model.")
 
@@ -199,7 +200,7 @@ class FixAStepConfig(TrainingArguments):
         if int(os.environ.get("WORLD_SIZE", 1)) != self.world_size:
             raise ValueError(
                 f"The launcher started {os.environ['WORLD_SIZE']} processes, but they are in groups of "
-                f"{self.world_size} and would train apart. On a CPU set ACCELERATE_USE_CPU=true."
+                f"{self.world_size} and would train apart. On a CPU set use_cpu to true."
             )
 
     @property

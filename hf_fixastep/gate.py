@@ -16,16 +16,19 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from hf_fixastep.names import choose
 
 
 LABELED, UNLABELED = 0, 1
 GATES = ("drop", "project", "layerwise", "off")
+LARGEST = 2.0**64  # a gradient of this norm counts as not finite: in float32 its square is infinite
 
 
 @dataclass(frozen=True)
@@ -42,7 +45,10 @@ class Gate:
 
 
 class GradientSlots:
-    """Two gradients per parameter, apart: row 0 of a flat buffer is the labeled one, row 1 the unlabeled one."""
+    """Two gradients per parameter, apart: row 0 of a flat buffer is the labeled one, row 1 the unlabeled one.
+
+    On several processes every backward stays local (for DDP: under `no_sync`), and `reduce` comes before `gate`.
+    """
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         self.parameters = [p for p in parameters if p.requires_grad]
@@ -54,12 +60,15 @@ class GradientSlots:
         self.decided = False
         self.buffers: list[Tensor] = []
         self.views: dict[nn.Parameter, tuple[Tensor, Tensor]] = {}
+        self.gradients: dict[nn.Parameter, tuple[Tensor, Tensor]] = {}  # the views as .grad takes them
         for (dtype, device), members in groups.items():
-            buffer = torch.zeros(2, sum(p.numel() for p in members), dtype=dtype, device=device)
+            sizes = [self._own_part(p).numel() for p in members]
+            buffer = torch.zeros(2, sum(sizes), dtype=dtype, device=device)
             self.buffers.append(buffer)
-            pieces = [row.split([p.numel() for p in members]) for row in buffer]
-            for parameter, labeled, unlabeled in zip(members, *pieces, strict=True):
-                self.views[parameter] = (shaped_like(labeled, parameter), shaped_like(unlabeled, parameter))
+            for parameter, *pieces in zip(members, *(row.split(sizes) for row in buffer), strict=True):
+                labeled, unlabeled = (shaped_like(piece, self._own_part(parameter)) for piece in pieces)
+                self.views[parameter] = (labeled, unlabeled)
+                self.gradients[parameter] = (self._gradient(labeled, parameter), self._gradient(unlabeled, parameter))
 
     @contextlib.contextmanager
     def fill(self, row: int) -> Iterator[None]:
@@ -69,11 +78,11 @@ class GradientSlots:
                 buffer.zero_()
             self.decided = False
         for parameter in self.parameters:
-            parameter.grad = self.views[parameter][row]
+            parameter.grad = self.gradients[parameter][row]
         try:
             yield
             for parameter in self.parameters:
-                if parameter.grad is None or parameter.grad.data_ptr() != self.views[parameter][row].data_ptr():
+                if parameter.grad is not self.gradients[parameter][row]:
                     raise RuntimeError(
                         "The backward pass replaced .grad instead of adding to it, so the two gradients cannot be "
                         "kept apart; switch off what does this (for DDP: gradient_as_bucket_view)."
@@ -84,7 +93,7 @@ class GradientSlots:
 
     def reduce(self) -> None:
         """Average both gradients over the processes, in one collective per buffer."""
-        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        if is_distributed():
             for buffer in self.buffers:
                 dist.all_reduce(buffer)
                 buffer.div_(dist.get_world_size())
@@ -100,7 +109,7 @@ class GradientSlots:
         """
         choose("gate", policy, GATES)
         dot, labeled_square, unlabeled_square = self._inner_products()
-        labeled_finite, unlabeled_finite = labeled_square.isfinite(), unlabeled_square.isfinite()
+        labeled_finite, unlabeled_finite = labeled_square < LARGEST**2, unlabeled_square < LARGEST**2  # False for NaN
         if policy == "layerwise":
             opened = self._add_layerwise(weight, unlabeled_finite)
         else:
@@ -108,9 +117,10 @@ class GradientSlots:
             opened = opened & unlabeled_finite
             # where, never a product with 0: a rejected gradient may hold inf or NaN.
             pull_back = torch.where((dot < 0) & labeled_finite, dot / labeled_square, 0.0)
-            for labeled, unlabeled in self.buffers:
+            for labeled, unlabeled in self._chunks():
                 if policy == "project":
-                    kept = torch.where(unlabeled_finite, unlabeled - pull_back.to(labeled.dtype) * labeled, 0.0)
+                    step = precise(unlabeled) - pull_back * precise(labeled)
+                    kept = torch.where(unlabeled_finite, step, 0.0)
                 else:
                     kept = torch.where(opened, unlabeled, 0.0)
                 labeled.add_(kept, alpha=weight)
@@ -118,7 +128,7 @@ class GradientSlots:
         for labeled, _ in self.buffers:
             labeled.masked_fill_(~usable, torch.nan if pass_overflow else 0.0)
         for parameter in self.parameters:
-            parameter.grad = self.views[parameter][LABELED]
+            parameter.grad = self.gradients[parameter][LABELED]
         self.decided = True
         labeled_norm, unlabeled_norm = labeled_square.sqrt(), unlabeled_square.sqrt()
         norms, finite = labeled_norm * unlabeled_norm, labeled_finite & unlabeled_finite
@@ -132,25 +142,88 @@ class GradientSlots:
             unlabeled_nonfinite=(~unlabeled_finite).float(),
         )
 
-    def _inner_products(self) -> Tensor:
-        """<labeled, unlabeled>, |labeled|^2 and |unlabeled|^2, in float32 at least."""
-        total = torch.zeros(3, device=self.buffers[0].device)
+    def _chunks(self) -> Iterator[Tensor]:
+        """Both rows, part by part: copies in float64 stay small, and on a CPU in the cache (twice as fast)."""
         for buffer in self.buffers:
-            labeled, unlabeled = buffer.to(torch.promote_types(buffer.dtype, torch.float32))
+            yield from buffer.split(2**16 if buffer.device.type == "cpu" else 2**22, dim=1)
+
+    def _inner_products(self) -> Tensor:
+        """<labeled, unlabeled>, |labeled|^2 and |unlabeled|^2, where squares of tiny float32 values do not vanish."""
+        total = precise(torch.zeros(3, device=self.buffers[0].device))
+        for chunk in self._chunks():
+            labeled, unlabeled = precise(chunk)
             total = total + torch.stack([labeled.dot(unlabeled), labeled.dot(labeled), unlabeled.dot(unlabeled)])
-        return total
+        return self._agree(total)
 
     def _add_layerwise(self, weight: float, finite: Tensor) -> Tensor:
-        opened = []
-        for labeled, unlabeled in self.views.values():
-            precise = torch.promote_types(labeled.dtype, torch.float32)
-            keep = ((labeled.to(precise) * unlabeled.to(precise)).sum() > 0) & finite
+        dots = [(precise(labeled) * precise(unlabeled)).sum() for labeled, unlabeled in self.views.values()]
+        opened = (self._agree(torch.stack(dots)) > 0) & finite
+        for keep, (labeled, unlabeled) in zip(opened, self.views.values(), strict=True):
             labeled.add_(torch.where(keep, unlabeled, 0.0), alpha=weight)
-            opened.append(keep.float())
-        return torch.stack(opened).mean()
+        return opened.float().mean()
+
+    def _own_part(self, parameter: nn.Parameter) -> Tensor:
+        return parameter
+
+    def _gradient(self, view: Tensor, parameter: nn.Parameter) -> Tensor:
+        return view
+
+    def _agree(self, products: Tensor) -> Tensor:
+        """The same numbers on all processes: unlike devices may round sums of the same values differently."""
+        if is_distributed():
+            dist.broadcast(products, 0)
+        return products
 
 
-def shaped_like(flat: Tensor, parameter: nn.Parameter) -> Tensor:
+class ShardedSlots(GradientSlots):
+    """The same for parameters sharded by FSDP2 (DTensor): each process keeps its shard of both gradients.
+
+    FSDP2 averages over the processes in every backward, so none may run under `no_sync`.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        parameters = list(parameters)
+        if not all(isinstance(p, DTensor) for p in parameters):
+            raise ValueError("FSDP2 has sharded some parameters and not others; shard all of them or none.")
+        super().__init__(parameters)
+
+    def reduce(self) -> None:
+        """Nothing is left to reduce."""
+
+    def _own_part(self, parameter: nn.Parameter) -> Tensor:
+        return parameter.to_local()  # type: ignore[attr-defined]
+
+    def _gradient(self, view: Tensor, parameter: nn.Parameter) -> Tensor:
+        mesh, placements = parameter.device_mesh, parameter.placements  # type: ignore[attr-defined]
+        size, stride = parameter.size(), parameter.stride()
+        return DTensor.from_local(view, mesh, placements, run_check=False, shape=size, stride=stride)
+
+    def _agree(self, products: Tensor) -> Tensor:
+        """Sums over the shards; replicas of a shard, if there are any, have the same."""
+        first: Any = self.parameters[0]
+        for dimension, placement in enumerate(first.placements):
+            if placement.is_shard():
+                dist.all_reduce(products, group=first.device_mesh.get_group(dimension))
+        return products
+
+
+def gradient_slots(parameters: Iterable[nn.Parameter]) -> GradientSlots:
+    """The slots that fit the parameters: plain or sharded."""
+    parameters = list(parameters)
+    kind = ShardedSlots if any(isinstance(p, DTensor) for p in parameters) else GradientSlots
+    return kind(parameters)
+
+
+def precise(values: Tensor) -> Tensor:
+    """In float64; Apple's devices have none."""
+    return values.to(torch.float32 if values.device.type == "mps" else torch.float64)
+
+
+def is_distributed() -> bool:
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def shaped_like(flat: Tensor, parameter: Tensor) -> Tensor:
     """A view of `flat` with the parameter's shape and strides: fused optimizers walk both in memory order."""
     outer_to_inner = sorted(range(parameter.ndim), key=parameter.stride, reverse=True)
     if parameter.permute(outer_to_inner).is_contiguous():  # no gaps, in whatever order

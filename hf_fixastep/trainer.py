@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
+import shutil
+import signal
 from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -12,36 +16,53 @@ import datasets
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from accelerate.utils import DistributedType
+from accelerate.utils import DistributedType, fsdp2_prepare_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch._functorch import config as functorch_config
+from torch.distributed.fsdp import FSDPModule
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 from transformers import ProgressCallback, Trainer
+from transformers.trainer import TRAINER_STATE_NAME
 
 from hf_fixastep.callbacks import (
     GateMonitorCallback,
+    LogResumeCallback,
     NonFiniteCallback,
     ProgressBarCallback,
+    SignalCallback,
     TeacherCallback,
     UnlabeledWeightCallback,
+)
+from hf_fixastep.checkpoints import (
+    OPTIMIZER_SETTINGS,
+    RUN,
+    SETTINGS,
+    check_run,
+    damage,
+    find_checkpoint,
+    only_run,
+    prune,
+    publish,
+    saving,
 )
 from hf_fixastep.config import FixAStepConfig
 from hf_fixastep.data.streams import Images, PairedLoader, as_is, generator_for
 from hf_fixastep.data.views import VIEWS, Views
 from hf_fixastep.functional import SemiBatch, batchnorm_layers
-from hf_fixastep.gate import LABELED, UNLABELED, GradientSlots
+from hf_fixastep.gate import LABELED, UNLABELED, GradientSlots, gradient_slots
 from hf_fixastep.losses import get_loss
 from hf_fixastep.losses.base import Losses, SemiSupervisedLoss
 from hf_fixastep.metrics import classification_metrics
 from hf_fixastep.mixing import mix_labeled
 from hf_fixastep.schedules import cosine_7_16, ramp_length
-from hf_fixastep.teacher import Teacher
+from hf_fixastep.teacher import Teacher, load_whole, reshard, whole_parameters
 
 
 RAW_WEIGHTS = "training_weights.safetensors"  # what the optimizer updates; model.safetensors holds the average
 LOSS_STATE = "loss.safetensors"  # parameters and buffers of a loss that has any
-RUN = "fixastep.json"  # what a checkpoint may be resumed with
+LOG_WINDOW = "log_window_{}.safetensors"  # what each process has seen since the last log
 
 
 class FixAStepTrainer(Trainer):
@@ -59,8 +80,10 @@ class FixAStepTrainer(Trainer):
     args: FixAStepConfig
     model: Any
     optimizer: Any
+    lr_scheduler: Any
     train_dataset: Images
     _slots: GradientSlots
+    _partial: Path | None = None  # where a checkpoint is written, while it is
 
     def __init__(
         self,
@@ -98,26 +121,59 @@ class FixAStepTrainer(Trainer):
             processing_class=processing_class,
             **kwargs,
         )
-        if self.accelerator.distributed_type in (DistributedType.DEEPSPEED, DistributedType.FSDP):
-            raise ValueError(
-                f"The launch uses {self.accelerator.distributed_type.value}, but the gate needs whole gradients "
-                "before the optimizer runs. Launch on one process or with DDP."
-            )
+        self._check_launch()
         if args.cpu_threads is not None:
             torch.set_num_threads(args.cpu_threads)
         self.loss.to(self.args.device)
         # Without batch norm joint and separate give the same numbers, and separate is cheaper.
         self.loss.batchnorm = args.batchnorm if batchnorm_layers(self.model) else "separate"
+        if args.torch_compile and self.loss.batchnorm == "joint":
+            functorch_config.donated_buffer = False  # else the first backward uses up what the second one needs
         self.teacher: Teacher | None = None
         self.unlabeled_weight = 0.0
         self.window: dict[str, list[float]] = {}  # values of every step between the last two logs
         self._values: dict[str, list[Tensor]] = defaultdict(list)  # of every step since the last log, on the device
         self._resumed_average: dict[str, Tensor] | None = None
+        self._resumed_log: dict[str, Tensor] | None = None
+        self._changed_settings: set[str] = set()
+        self.bad_steps = 0  # in a row, up to the last log
+        self._raw_weights: dict[str, Tensor] = {}  # while a model is saved
         for callback in (UnlabeledWeightCallback, TeacherCallback, GateMonitorCallback, NonFiniteCallback):
             self.add_callback(callback(self))
         if self.pop_callback(ProgressCallback):
             self.add_callback(ProgressBarCallback())
+        self.add_callback(LogResumeCallback(self))
+        self.signals = SignalCallback(self)  # the last one: it ends the process when all others have done their part
+        self.add_callback(self.signals)
         self.get_train_dataloader()  # finds empty sets and sizes that do not fit now, not at train()
+
+    def _check_launch(self) -> None:
+        """Refuse what would step before the gate has decided, and what FSDP2 cannot do here."""
+        kind = self.accelerator.distributed_type
+        if kind in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM, DistributedType.FSDP):
+            if not self.accelerator.is_fsdp2:
+                raise ValueError(
+                    f"The launch uses {'FSDP1' if kind == DistributedType.FSDP else kind.value}, but the gate needs "
+                    "two gradients per parameter before the optimizer runs. Launch with plain data parallelism, or "
+                    "with FSDP and fsdp_version: 2."
+                )
+            self._check_sharding(self.accelerator.state.fsdp_plugin)
+
+    def _check_sharding(self, plugin: Any) -> None:
+        if plugin.cpu_ram_efficient_loading:
+            raise ValueError(
+                "FSDP2 would load the weights on one process only; set fsdp_cpu_ram_efficient_loading to false."
+            )
+        if "FULL" not in str(plugin.state_dict_type):
+            raise ValueError(
+                "FSDP2 would save the weights in shards, which from_pretrained cannot load; set "
+                "fsdp_state_dict_type to FULL_STATE_DICT."
+            )
+        if any(p.requires_grad for p in self.loss.parameters()):
+            raise ValueError(
+                f"{type(self.loss).__name__} has parameters of its own, which FSDP2 would not train; launch it with "
+                "plain data parallelism."
+            )
 
     # ---- data
 
@@ -235,14 +291,12 @@ class FixAStepTrainer(Trainer):
                 setattr(losses, name, getattr(losses, name) * rows / (labeled + unlabeled))
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
-        if not model.training:
+        if not (model.training and self.model.training):  # an evaluation switches only the inner one
             model.train()
             if callable(getattr(self.optimizer, "train", None)):  # schedule-free optimizers
                 self.optimizer.train()
         parts = self.current_gradient_accumulation_steps
-        # DDP decides in the forward whether to reduce, and broadcasts buffers there. Everything stays local instead:
-        # the gate reduces both gradients once, at the end of the window.
-        with self.accelerator.no_sync(model):
+        with self._reduction_by_gate(model):
             with self.compute_loss_context_manager():
                 losses = self.compute_losses(model, self._prepare_inputs(inputs))
             with self._slots.fill(LABELED):
@@ -257,6 +311,16 @@ class FixAStepTrainer(Trainer):
         unlabeled = 0.0 if losses.unlabeled is None else self.unlabeled_weight * losses.unlabeled.detach()
         return (losses.labeled.detach() + unlabeled) / parts
 
+    def _reduction_by_gate(self, model: Any) -> contextlib.AbstractContextManager[None]:
+        """Forwards and backwards inside leave the gate two gradients as it expects them."""
+        if self.accelerator.is_fsdp2:
+            # Undo the Trainer's no_sync around inner micro-batches: FSDP2 would add up both gradients in one place.
+            model.set_requires_gradient_sync(True)
+            return contextlib.nullcontext()
+        # DDP decides in the forward whether to reduce, and broadcasts buffers there. Everything stays local instead:
+        # the gate reduces both gradients once, at the end of the window.
+        return self.accelerator.no_sync(model)
+
     def _gate(self) -> None:
         """Decide on the gradients of the whole optimizer step, and leave the outcome in `.grad`."""
         self._slots.reduce()
@@ -268,7 +332,8 @@ class FixAStepTrainer(Trainer):
             self._record({"nonfinite/unlabeled": gate.unlabeled_nonfinite})
         self._record({"nonfinite/labeled": gate.labeled_nonfinite})
         if self.args.world_size > 1:
-            average_buffers(self.core_model)
+            average_buffers([*self.core_model.buffers(), *self.loss.buffers()])
+        restore_buffers(self.core_model, self.teacher.model)  # type: ignore[union-attr]
 
     # ---- logs
 
@@ -279,29 +344,41 @@ class FixAStepTrainer(Trainer):
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if "loss" in logs:  # a training log, not an evaluation
-            self.window = {name: torch.stack(values).float().tolist() for name, values in self._values.items()}
+            self.window = self._read_values()
             for name, values in self.window.items():
                 logs[name] = sum(values) if name.startswith("nonfinite/") else sum(values) / len(values)
             if self.unlabeled is not None:
                 logs["unlabeled_weight"] = self.unlabeled_weight
             self._values.clear()
             self._tr_loss.zero_()  # the Trainer subtracts it from itself, which leaves NaN as NaN for ever
+        if "train_loss" in logs:  # of the whole run, also where this is only the end of it
+            logs["train_loss"] = self._total_loss_scalar / max(self.state.global_step, 1)
         super().log(logs, start_time)
+
+    def _read_values(self) -> dict[str, list[float]]:
+        """Every recorded value, as its mean over the processes."""
+        if not self._values:
+            return {}
+        flat = torch.cat([torch.stack(values).float() for values in self._values.values()])
+        if self.args.world_size > 1:
+            dist.all_reduce(flat)
+            flat /= self.args.world_size
+        steps = flat.split([len(values) for values in self._values.values()])
+        return {name: values.tolist() for name, values in zip(self._values, steps, strict=True)}
 
     # ---- optimizer
 
     @staticmethod
     def get_optimizer_cls_and_kwargs(args: Any, model: Any = None) -> tuple[Any, Any]:
+        # Accelerate (1.15) does not see a GradScaler skip a fused step; torch (2.15) has no fused SGD for shards.
+        sharded = args.distributed_state.distributed_type == DistributedType.FSDP
+        fused = args.mixed_precision != "fp16" and not sharded
         if args.optim == "adam":
             betas = (args.adam_beta1, args.adam_beta2)
-            return torch.optim.Adam, {
-                "lr": args.learning_rate,
-                "betas": betas,
-                "eps": args.adam_epsilon,
-                "fused": True,
-            }
+            kwargs = {"lr": args.learning_rate, "betas": betas, "eps": args.adam_epsilon}
+            return torch.optim.Adam, {**kwargs, "fused": fused}
         kind, kwargs = Trainer.get_optimizer_cls_and_kwargs(args, model)
-        return kind, {**kwargs, "fused": True} if kind is torch.optim.SGD else kwargs
+        return kind, {**kwargs, "fused": fused} if kind is torch.optim.SGD else kwargs
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
         """All but norm layers and biases; all for Adam, whose decay in this field is plain L2."""
@@ -333,18 +410,34 @@ class FixAStepTrainer(Trainer):
     def keep_average(self) -> None:
         """The run is over: from now on the model is what was evaluated."""
         if self.teacher is not None:
+            reshard(self.core_model)
+            reshard(self.teacher.model)
             self.core_model.load_state_dict(self.teacher.model.state_dict())
             self.teacher = None
 
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
-        prepared = super()._prepare_for_training(*args, **kwargs)  # the weights are loaded by now in every mode
-        self._slots = GradientSlots([*self.core_model.parameters(), *self.loss.parameters()])
+        twin = self._twin_to_shard() if self.accelerator.is_fsdp2 else None
+        with no_input_embeddings(self.core_model, twin):
+            prepared = super()._prepare_for_training(*args, **kwargs)  # the weights are loaded by now in every mode
+            if twin is not None:
+                fsdp2_prepare_model(self.accelerator, twin)
+        self._slots = gradient_slots([*self.core_model.parameters(), *self.loss.parameters()])
         self._values.clear()
-        self.teacher = Teacher(self.core_model, self.args.teacher_decay)
+        if self.args.world_size > 1:
+            for tensor in self.loss.state_dict().values():  # DDP sees to the model only
+                dist.broadcast(tensor, 0)
+        self.teacher = Teacher(self.core_model, self.args.teacher_decay, twin)
         if self._resumed_average is not None:
-            self.teacher.model.load_state_dict(self._resumed_average)
+            load_whole(self.teacher.model, self._resumed_average)
             self._resumed_average = None
         return prepared
+
+    def _twin_to_shard(self) -> nn.Module:
+        """A copy of the model from before FSDP2 shards it."""
+        if isinstance(self.core_model, FSDPModule):
+            raise ValueError("FSDP2 has sharded this model already, so it has no copy to average in; build a new one.")
+        self.core_model.to(memory_format=torch.contiguous_format)  # FSDP2 shards no other order
+        return copy.deepcopy(self.core_model)
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         with self._averaged():
@@ -357,17 +450,111 @@ class FixAStepTrainer(Trainer):
         )
 
     def _load_best_model(self) -> None:
-        self.core_model.load_state_dict(self._averaged_weights(self.state.best_model_checkpoint))
+        best = Path(str(self.state.best_model_checkpoint))
+        if reason := damage(best):
+            raise ValueError(f"The best checkpoint {best} is damaged: {reason}. Choose the model of another one.")
+        load_whole(self.core_model, self._averaged_weights(self.state.best_model_checkpoint))
         self.teacher = None
 
     # ---- checkpoints
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        folder = str(self.args.output_dir)
+        with only_run(folder) if self.args.should_save else contextlib.nullcontext():
+            if resume_from_checkpoint is True:
+                resume_from_checkpoint = find_checkpoint(folder)
+            if resume_from_checkpoint:
+                self._changed_settings = self.check_checkpoint(str(resume_from_checkpoint))
+            try:
+                output = super().train(resume_from_checkpoint, *args, **kwargs)
+            finally:
+                self.signals.restore()
+            if self.signals.received:  # behind the last step: whoever is next shall know
+                signal.raise_signal(self.signals.received)
+            return output
+
+    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
+        if self.state.global_step >= self.state.max_steps:  # killed behind its last step; the Trainer would go on
+            self.control.should_training_stop = True
+        else:
+            super()._run_epoch(*args, **kwargs)
+
+    def _evaluate(self, trial: Any, ignore_keys_for_eval: Any, skip_scheduler: bool = False) -> dict[str, float]:
+        if skip_scheduler and self.state.global_step > 0:  # eval_on_start: a resumed run did so when it started
+            return {}
+        return super()._evaluate(trial, ignore_keys_for_eval, skip_scheduler)
+
+    def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
+        output = super()._finalize_training(*args, **kwargs)
+        return output._replace(training_loss=output.metrics["train_loss"])
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        """Let the Trainer write aside, and give the checkpoint its name when all processes have done their part."""
+        checkpoint = Path(self._get_output_dir(trial)) / f"checkpoint-{self.state.global_step}"
+        with saving(checkpoint) as written:
+            if self.args.should_save:
+                shutil.rmtree(written.parent, ignore_errors=True)
+                written.mkdir(parents=True)
+            self.accelerator.wait_for_everyone()
+            self._partial = written.parent
+            try:
+                super()._save_checkpoint(model, trial)
+            finally:
+                self._partial = None
+            best = checkpoint.with_name(f"checkpoint-{self.state.best_global_step}")
+            if best == checkpoint or best.is_dir():
+                self.state.best_model_checkpoint = str(best)
+            self._save_log_window(written)
+            self.accelerator.wait_for_everyone()
+            if self.args.should_save:
+                self.state.save_to_json(str(written / TRAINER_STATE_NAME))  # again, for the name of the best
+                publish(written, checkpoint)
+        if self.args.should_save:
+            prune(checkpoint, self.args.save_total_limit, self.state.best_model_checkpoint)
+        self.accelerator.wait_for_everyone()
+        if self.args.push_to_hub:
+            self._push_from_checkpoint(str(checkpoint))
+
+    def _get_output_dir(self, trial: Any) -> str:
+        return super()._get_output_dir(trial) if self._partial is None else str(self._partial)
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        if self._partial is None:
+            super()._push_from_checkpoint(checkpoint_folder)
+
+    def _save_log_window(self, folder: Path) -> None:
+        state = {f"values/{name}": torch.stack(values) for name, values in self._values.items()}
+        state["loss"] = self._tr_loss
+        state["total_loss"] = torch.tensor(self._total_loss_scalar, dtype=torch.float64)
+        state["last_logged"] = torch.tensor(self._globalstep_last_logged)
+        state["bad_steps"] = torch.tensor(self.bad_steps)
+        save_file(state, folder / LOG_WINDOW.format(self.args.process_index))
+
+    def resume_log(self) -> None:
+        """Go on with the values since the last log; the Trainer has just set its own to zero."""
+        if (state := self._resumed_log) is not None:
+            self._resumed_log = None
+            for name, values in state.items():
+                if name.startswith("values/"):
+                    self._values[name.removeprefix("values/")] = list(values.to(self.args.device).unbind())
+            self._tr_loss = state["loss"].to(self.args.device)
+            self._total_loss_scalar = state["total_loss"].item()
+            self._globalstep_last_logged = int(state["last_logged"])
+            self.bad_steps = int(state["bad_steps"])
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        with self._averaged():  # on all processes: the Trainer gathers weights that are sharded
+            if self.teacher is not None:
+                self._raw_weights = whole_parameters(self.teacher.model)
+            super().save_model(output_dir, _internal_call)
+            self._raw_weights = {}
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
         folder = Path(output_dir or str(self.args.output_dir))
         with self._averaged():
             super()._save(str(folder), state_dict)
             if self.is_in_train and self.teacher is not None:  # which holds the raw weights meanwhile
-                raw = {name: p.contiguous() for name, p in self.teacher.model.named_parameters()}
+                raw = {name: p.contiguous() for name, p in self._raw_weights.items()}
                 save_file(raw, folder / RAW_WEIGHTS, metadata={"format": "pt"})
                 if state := {name: value.contiguous() for name, value in self.loss.state_dict().items()}:
                     save_file(state, folder / LOSS_STATE)
@@ -376,25 +563,20 @@ class FixAStepTrainer(Trainer):
 
     def _run(self) -> dict[str, Any]:
         """What must be the same for a checkpoint to be continued."""
+        count = sum(p.numel() for p in self.core_model.parameters())
         return {
             "loss": type(self.loss).__name__,
             "labeled data": self.train_dataset.fingerprint,
             "unlabeled data": None if self.unlabeled is None else self.unlabeled.fingerprint,
+            "classes": self.class_names,
+            "model": f"{type(self.core_model).__name__.removeprefix('FSDP')} of {count} parameters",
+            "optim": self.args.optim,
+            "settings": {name: getattr(self.args, name) for name in SETTINGS},
         }
 
-    def check_checkpoint(self, folder: str | Path) -> None:
-        """Refuse to continue a checkpoint of another loss or of other data."""
-        if not (Path(folder) / RUN).is_file():
-            raise ValueError(
-                f"{folder} holds no {RUN}, so it is not a checkpoint to resume; choose a checkpoint-N folder."
-            )
-        saved = json.loads((Path(folder) / RUN).read_text())
-        for name, value in self._run().items():
-            if saved.get(name) != value:
-                raise ValueError(
-                    f"{folder} was trained with {name} {saved.get(name)}, but this run has {value}. Resume it with "
-                    "the same, or start a new run in another output_dir."
-                )
+    def check_checkpoint(self, folder: str | Path) -> set[str]:
+        """Refuse to continue a checkpoint of another run; return the changed settings that are to be ignored."""
+        return check_run(folder, self._run(), self.args.ignore_changed_settings or [])
 
     def _averaged_weights(self, folder: str | Path | None) -> dict[str, Tensor]:
         # Not the Trainer's way (5.22): it loads model.safetensors without the renaming that save_pretrained did, and
@@ -403,11 +585,22 @@ class FixAStepTrainer(Trainer):
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         folder = Path(resume_from_checkpoint)
-        self.check_checkpoint(folder)
         self._resumed_average = self._averaged_weights(folder)
-        self.core_model.load_state_dict(self._resumed_average | load_file(folder / RAW_WEIGHTS))
+        load_whole(self.core_model, self._resumed_average | load_file(folder / RAW_WEIGHTS))
         if (folder / LOSS_STATE).is_file():
             self.loss.load_state_dict(load_file(folder / LOSS_STATE))
+        if "world_size" not in self._changed_settings:
+            self._resumed_log = load_file(folder / LOG_WINDOW.format(self.args.process_index))
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        given = [{name: group[name] for name in group if name != "params"} for group in self.optimizer.param_groups]
+        super()._load_optimizer_and_scheduler(checkpoint)  # with the old learning rate, momentum and so on
+        if checkpoint is not None and self._changed_settings & set(OPTIMIZER_SETTINGS):
+            groups = self.optimizer.param_groups
+            for group, new in zip(groups, given, strict=True):
+                group |= new | {"lr": group["lr"] / group["initial_lr"] * new["initial_lr"]}
+            self.lr_scheduler.base_lrs = [group["initial_lr"] for group in groups]
+            self.lr_scheduler._last_lr = [group["lr"] for group in groups]
 
     # ---- work of the stock Trainer that nobody here asks for, 2 ms a step
 
@@ -444,11 +637,31 @@ def class_names(labeled: Images) -> list[str]:
     return [str(number) for number in range(int(labeled.labels.max()) + 1)]
 
 
-def average_buffers(model: nn.Module) -> None:
+@contextlib.contextmanager
+def no_input_embeddings(*models: Any) -> Iterator[None]:
+    """Accelerate (1.15) shards input embeddings apart; image models have none, or in a block sharded as a whole."""
+    for model in filter(None, models):
+        model.get_input_embeddings = lambda: None
+    try:
+        yield
+    finally:
+        for model in filter(None, models):
+            del model.get_input_embeddings
+
+
+def average_buffers(buffers: Iterable[Tensor]) -> None:
     """Make running statistics equal on all processes; DDP does not while its own synchronization is off."""
-    buffers = [buffer for buffer in model.buffers() if buffer.is_floating_point()]
-    if buffers:
+    if buffers := [buffer for buffer in buffers if buffer.is_floating_point()]:
         flat = torch.cat([buffer.flatten() for buffer in buffers])
         dist.all_reduce(flat)
         averages = (flat / dist.get_world_size()).split([buffer.numel() for buffer in buffers])
         torch._foreach_copy_(buffers, [average.view_as(b) for average, b in zip(averages, buffers, strict=True)])
+
+
+def restore_buffers(model: nn.Module, last: nn.Module) -> None:
+    """Put back running statistics that are not finite, for they would stay so, to what `last` has."""
+    new, old = ([buffer for buffer in m.buffers() if buffer.is_floating_point()] for m in (model, last))
+    if new:
+        flat, spare = (torch.cat([buffer.flatten() for buffer in buffers]) for buffers in (new, old))
+        kept = torch.where(flat.isfinite(), flat, spare).split([buffer.numel() for buffer in new])
+        torch._foreach_copy_(new, [values.view_as(b) for values, b in zip(kept, new, strict=True)])

@@ -29,11 +29,11 @@ from transformers import (
     ViTImageProcessor,
     set_seed,
 )
-from transformers.trainer_utils import get_last_checkpoint
 from transformers.utils import logging
 
 from hf_fixastep import FixAStepConfig, FixAStepTrainer, load_dataset
 from hf_fixastep.callbacks import LOG_NAME
+from hf_fixastep.checkpoints import checkpoints, find_checkpoint
 from hf_fixastep.config import parse, read_mapping
 from hf_fixastep.names import choose
 from hf_fixastep.plots import save_figures
@@ -118,12 +118,9 @@ def checkpoint_to_resume(args: FixAStepConfig) -> str | None:
     wanted = args.resume_from_checkpoint
     if wanted and wanted.lower() not in ("true", "false"):
         return wanted
-    last = get_last_checkpoint(args.output_dir) if Path(args.output_dir).is_dir() else None
     if wanted and wanted.lower() == "true":
-        if last is None:
-            raise ValueError(f"{args.output_dir} holds no checkpoint to resume; leave out resume_from_checkpoint.")
-        return last
-    if last is not None or (Path(args.output_dir) / "metrics.json").exists():
+        return find_checkpoint(args.output_dir)
+    if checkpoints(args.output_dir) or (Path(args.output_dir) / "metrics.json").exists():
         raise ValueError(
             f"{args.output_dir} holds a run already; choose another --output_dir, continue it with "
             "--resume_from_checkpoint true, or delete it."
@@ -156,9 +153,9 @@ def finish(trainer: FixAStepTrainer, data: Any, given: dict[str, Any]) -> None:
     folder = Path(trainer.args.output_dir)
     validation = trainer.evaluate(metric_key_prefix="validation")
     test = trainer.predict(data["test"], metric_key_prefix="test")
+    trainer.save_model()  # on all processes, which may each hold a shard
     if not trainer.is_world_process_zero():
         return
-    trainer.save_model()
     log = pd.read_csv(folder / LOG_NAME)
     metrics = {
         "loss": trainer.args.loss,
@@ -197,7 +194,10 @@ def main(argv: list[str]) -> None:
         trainer, data, given, checkpoint = prepare(argv)
     except (OSError, ValueError) as error:
         sys.exit(f"error: {error}")
-    trainer.train(resume_from_checkpoint=checkpoint)
+    try:
+        trainer.train(resume_from_checkpoint=checkpoint)
+    except OSError as error:  # a full disk, or another run in the same folder
+        sys.exit(f"error: {error}")
     finish(trainer, data, given)
 
 

@@ -253,4 +253,4 @@ def test_processes_that_do_not_know_each_other_are_refused(monkeypatch: pytest.M
     monkeypatch.setenv("WORLD_SIZE", "2")  # as after a launch whose group was never formed
     with pytest.raises(ValueError, match=r"2 processes.*train apart") as error:
         make_config(tmp_path, use_cpu=False)
-    assert_one_sentence(str(error.value), ["ACCELERATE_USE_CPU=true"])
+    assert_one_sentence(str(error.value), ["use_cpu to true"])

@@ -271,7 +271,7 @@ def test_a_bad_setting_is_one_clear_sentence_before_anything_is_written(
 
 def test_processes_that_are_not_one_group_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ValueError, match=r"2 processes.*groups of 1.*ACCELERATE_USE_CPU"):
+    with pytest.raises(ValueError, match=r"2 processes.*groups of 1.*use_cpu"):
         FixAStepConfig(output_dir=str(folder))
     assert not folder.exists()
 

@@ -25,7 +25,8 @@ ALLOWED = {
     "mixing": {"functional", "names"},
     "losses.base": {"functional", "names"},
     "config": {"gate", "schedules", "teacher", "names"},
-    "callbacks": {"gate", "schedules", "teacher", "names"},
+    "checkpoints": {"names"},
+    "callbacks": {"checkpoints", "gate", "schedules", "teacher", "names"},
     "data.doctor": {"data", "models", "names"},  # a program, which times a step
     "data": {"names"},
     "models": {"names"},

@@ -12,12 +12,13 @@ from PIL import Image
 from transformers import TrainerCallback, pipeline
 
 from hf_fixastep import LOSSES, FixAStepConfig, load_dataset
+from hf_fixastep.checkpoints import only_run
 from hf_fixastep.config import parse
 from recipes import evaluate, train
 
 
 ROOT = Path(__file__).parents[1]
-RECIPES = sorted((ROOT / "recipes").rglob("*.yaml"))
+RECIPES = sorted(path for path in (ROOT / "recipes").rglob("*.yaml") if path.parent.name != "accelerate")
 SHORT = [
     "--max_steps",
     "4",
@@ -128,7 +129,7 @@ def test_a_finished_run_is_not_written_over(run):
         (["--per_device_train_batch_size", "0"], "per_device_train_batch_size is 0"),
         (["--mix_temperature", "0"], "mix_temperature is 0"),
         (["--resume_from_checkpoint", "true"], "holds no checkpoint to resume"),
-        (["--resume_from_checkpoint", "elsewhere"], "elsewhere holds no fixastep.json"),
+        (["--resume_from_checkpoint", "elsewhere"], "elsewhere holds no manifest.txt"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -156,6 +157,11 @@ def test_a_run_continues_from_its_last_checkpoint(tmp_path):
     trainer.train()
     train.main([*stop, "--resume_from_checkpoint", "true"])
     assert (whole / "model.safetensors").read_bytes() == (halves / "model.safetensors").read_bytes()
+
+
+def test_a_second_run_in_the_same_folder_ends_in_one_sentence(tmp_path):
+    with only_run(tmp_path), pytest.raises(SystemExit, match=f"error: Another run is writing to {tmp_path}"):
+        train.main(arguments("digits/quickstart.yaml", tmp_path))
 
 
 class StopAfter(TrainerCallback):

@@ -24,7 +24,8 @@ class Losses:
 class SemiSupervisedLoss(nn.Module):
     """Base of all losses. Subclasses state the views they need and implement `forward`.
 
-    A loss never calls backward, never logs, never reads the config and never knows about the gate.
+    A loss never calls backward, never logs, never reads the config and never knows about the gate. On several
+    processes the trainer averages its floating buffers after every step.
     """
 
     views: tuple[str, ...] = ()

@@ -1,0 +1,221 @@
+"""Checkpoints that are complete or not there: written aside, listed with their hashes, renamed at the very end."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import re
+import shutil
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from accelerate import PartialState
+from accelerate.utils import broadcast_object_list
+from filelock import FileLock, Timeout
+from safetensors import SafetensorError
+
+from hf_fixastep.names import choose
+
+
+logger = logging.getLogger(__name__)
+
+MANIFEST = "manifest.txt"  # its own hash, then one line per file: hash, size, name
+RUN = "fixastep.json"  # what a checkpoint may be resumed with
+# The Trainer keeps names that begin like this from the Hub.
+PARTIAL = "_partial"  # checkpoints being written or removed; what a dead run left there goes at the next save
+LOCK = "_lock"
+
+OPTIMIZER_SETTINGS = ("learning_rate", "weight_decay", "optim_args", "adam_beta1", "adam_beta2", "adam_epsilon")
+# Settings that decide on the numbers of a run. How often it logs, evaluates and saves may change.
+SETTINGS = (
+    *OPTIMIZER_SETTINGS,
+    *("max_steps", "num_train_epochs", "steps_per_epoch", "seed", "data_seed", "world_size", "bf16", "fp16"),
+    *("per_device_train_batch_size", "unlabeled_ratio", "gradient_accumulation_steps", "max_grad_norm"),
+    *("lr_cycle_steps", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps"),
+    *("loss_kwargs", "unlabeled_weight", "unlabeled_ramp", "unlabeled_warmup_steps", "divide_by_all_rows"),
+    *("gate", "mix_labeled", "mix_alpha", "mix_temperature", "mix_per_batch", "mix_pool"),
+    *("batchnorm", "teacher_decay", "flip", "cutout"),
+)
+
+
+# ---- writing
+
+
+@contextlib.contextmanager
+def saving(checkpoint: Path) -> Iterator[Path]:
+    """The folder to write `checkpoint` into; what goes wrong with the disk inside is one clear OSError."""
+    partial = checkpoint.parent / PARTIAL
+    try:
+        yield partial / checkpoint.name
+    except (OSError, RuntimeError, SafetensorError) as error:  # torch and safetensors have errors of their own
+        shutil.rmtree(partial, ignore_errors=True)
+        raise OSError(f"{checkpoint} could not be saved, earlier checkpoints are as they were: {error}") from error
+
+
+def publish(written: Path, checkpoint: Path) -> None:
+    """Give a written checkpoint its name; by then all of it is on the disk."""
+    lines = [f"{digest(path)} {path.stat().st_size} {path.relative_to(written)}\n" for path in files(written)]
+    body = "".join(lines).encode()
+    (written / MANIFEST).write_bytes(hashlib.sha256(body).hexdigest().encode() + b"\n" + body)
+    for path in [*written.rglob("*"), written]:
+        sync(path)
+    if checkpoint.exists():  # damaged, or of a run that was given up
+        checkpoint.rename(written.with_name(f"{checkpoint.name}.old"))
+    written.rename(checkpoint)
+    sync(checkpoint.parent)
+
+
+def prune(checkpoint: Path, limit: int | None, best: str | None) -> None:
+    """Remove the oldest checkpoints beside this one, the newest; never it nor the best one."""
+    found = checkpoints(checkpoint.parent)
+    kept = {checkpoint.resolve(), *([Path(best).resolve()] if best else [])}
+    others = [folder for folder in found if folder.resolve() not in kept]
+    others.sort(key=lambda folder: step_of(folder) <= step_of(checkpoint))  # later ones are of a run that was given up
+    surplus = len(found) - max(limit, len(found) - len(others)) if limit and limit > 0 else 0
+    partial = checkpoint.parent / PARTIAL
+    for folder in others[: max(surplus, 0)]:
+        folder.rename(partial / folder.name)  # a kill while it is removed leaves no half of it
+    shutil.rmtree(partial)
+
+
+def files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST)
+
+
+def digest(path: Path) -> str:
+    total = hashlib.sha256()
+    with open(path, "rb") as file:
+        while chunk := file.read(1 << 20):
+            total.update(chunk)
+    return total.hexdigest()
+
+
+def sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def only_run(output_dir: str | Path) -> Iterator[None]:
+    """Hold the folder's lock, which the system takes back when the process dies."""
+    path = Path(output_dir) / LOCK
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(path)
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        message = f"Another run is writing to {output_dir}; wait for its end or choose another output_dir."
+        raise BlockingIOError(message) from None
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):  # a folder that became read-only has a more important error to tell
+            path.unlink()
+        lock.release()
+
+
+# ---- reading
+
+
+def checkpoints(output_dir: str | Path) -> list[Path]:
+    """All folders named checkpoint-N, by N."""
+    found = [path for path in Path(output_dir).glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", path.name)]
+    return sorted((path for path in found if path.is_dir()), key=step_of)
+
+
+def step_of(checkpoint: Path) -> int:
+    return int(checkpoint.name.split("-")[1])
+
+
+def damage(checkpoint: Path) -> str | None:
+    """What is wrong with a checkpoint, naming the file; None if it is as it was written."""
+    if not (checkpoint / MANIFEST).is_file():
+        return f"{MANIFEST} is missing"
+    head, _, body = (checkpoint / MANIFEST).read_bytes().partition(b"\n")
+    if head != hashlib.sha256(body).hexdigest().encode():
+        return f"{MANIFEST} is damaged"
+    for line in body.decode().splitlines():
+        expected, size, name = line.split(" ", 2)
+        path = checkpoint / name
+        if not path.is_file():
+            return f"{name} is missing"
+        if path.stat().st_size != int(size):
+            return f"{name} has {path.stat().st_size} bytes instead of {size}"
+        try:
+            if digest(path) != expected:
+                return f"{name} is not what was written"
+        except OSError as error:
+            return f"{name} cannot be read: {error.strerror}"
+    return None
+
+
+def newest_complete(output_dir: str | Path) -> tuple[str | None, list[str]]:
+    """The newest checkpoint without damage, and the newer ones with what is wrong with them."""
+    skipped: list[str] = []
+    for checkpoint in reversed(checkpoints(output_dir)):
+        if (reason := damage(checkpoint)) is None:
+            return str(checkpoint), skipped
+        skipped.append(f"{checkpoint.name} ({reason})")
+    return None, skipped
+
+
+def find_checkpoint(output_dir: str | Path) -> str:
+    """The checkpoint to resume, the same on all processes; says which it skipped and why."""
+    is_main = PartialState().is_main_process
+    newest, skipped = broadcast_object_list([newest_complete(output_dir) if is_main else None])[0]
+    if newest is None:
+        damaged = f", only damaged ones: {', '.join(skipped)}" if skipped else ""
+        raise ValueError(f"{output_dir} holds no checkpoint to resume{damaged}; leave out resume_from_checkpoint.")
+    if skipped and is_main:
+        logger.warning("Skipped %s; resuming from %s.", ", ".join(skipped), newest)
+    return newest
+
+
+def check_run(checkpoint: str | Path, run: dict[str, Any], ignored: Iterable[str]) -> set[str]:
+    """Refuse to continue a damaged checkpoint or one of another run; return the changed settings to be ignored.
+
+    Args:
+        run: what must not change, with the settings that may change where `ignored` names them in "settings".
+    """
+    folder = Path(checkpoint)
+    if not (folder / MANIFEST).is_file():
+        raise ValueError(
+            f"{folder} holds no {MANIFEST}, so it is not a checkpoint to resume; choose a checkpoint-N folder."
+        )
+    if reason := damage(folder):
+        raise ValueError(f"{folder} is damaged: {reason}. Resume from another checkpoint.")
+    if not (folder / RUN).is_file():
+        raise ValueError(f"{folder} holds no {RUN}, so it is not a checkpoint to resume of this package.")
+    for name in ignored:
+        choose("setting to ignore", name, SETTINGS)
+    saved, run = json.loads((folder / RUN).read_text()), as_json(run)
+    old, new = saved.pop("settings"), run.pop("settings")
+    if changed := {name for name in run if saved.get(name) != run[name]}:
+        raise ValueError(
+            f"{describe(folder, saved, run, changed)} Resume it with the same, or start a new run in another "
+            "output_dir."
+        )
+    changed = {name for name in new if old.get(name) != new[name]}
+    if refused := changed - set(ignored):
+        raise ValueError(
+            f"{describe(folder, old, new, refused)} Resume it with the same, or continue nevertheless with "
+            f"ignore_changed_settings: {', '.join(sorted(refused))}."
+        )
+    return changed
+
+
+def describe(folder: Path, old: dict[str, Any], new: dict[str, Any], names: Iterable[str]) -> str:
+    was, now = (", ".join(f"{name} {values.get(name)}" for name in sorted(names)) for values in (old, new))
+    return f"{folder} was trained with {was}, but this run has {now}."
+
+
+def as_json(value: Any) -> Any:
+    """As it comes back from a file: tuples are lists by then, enumerations text."""
+    return json.loads(json.dumps(value))

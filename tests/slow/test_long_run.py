@@ -1,0 +1,95 @@
+"""A run of 5,000 tiny steps leaves nothing behind in its process."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import TrainerCallback
+
+from tests.runs import EAGER, logged, make_trainer, random_images
+
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads the memory of a process from /proc"),
+]
+
+STEPS, SETTLED = 5000, 500
+
+
+def resident() -> int:
+    """Bytes of memory in use, after what is free was given back."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # else pieces that malloc keeps for later are counted
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def open_files() -> list[str]:
+    folder = Path("/proc/self/fd")
+    return sorted(os.readlink(link) for link in folder.iterdir() if link.is_symlink())
+
+
+def threads() -> list[str]:
+    """Names of all threads, also of those that Python knows nothing of."""
+    return sorted(path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm"))
+
+
+class Watch(TrainerCallback):
+    """Looks at the process every 500 steps."""
+
+    def __init__(self) -> None:
+        self.memory: list[int] = []
+        self.files: list[list[str]] = []
+        self.threads: list[list[str]] = []
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step % SETTLED == 0:
+            self.memory.append(resident())
+            self.files.append(open_files())
+            self.threads.append(threads())
+
+
+@pytest.fixture(scope="module")
+def watched(tmp_path_factory: pytest.TempPathFactory) -> Watch:
+    folder, watch = tmp_path_factory.mktemp("long"), Watch()
+    trainer = make_trainer(
+        folder,
+        objects={"eval_dataset": random_images(12, seed=3, labeled=True)},
+        loss="fixmatch",
+        loss_kwargs=EAGER,
+        max_steps=STEPS,
+        steps_per_epoch=300,  # epochs come and go as well
+        logging_steps=100,
+        eval_strategy="steps",
+        eval_steps=1000,
+        save_strategy="steps",
+        save_steps=1000,
+        save_total_limit=2,
+    )
+    trainer.add_callback(watch)
+    trainer.train()
+    assert trainer.state.global_step == STEPS
+    assert len(logged(trainer)) == STEPS / 100
+    assert len(list(folder.glob("checkpoint-*"))) == 2
+    return watch
+
+
+def test_memory_grows_by_less_than_a_twentieth(watched: Watch) -> None:
+    assert len(watched.memory) == STEPS / SETTLED
+    assert watched.memory[-1] < 1.05 * watched.memory[0], watched.memory
+
+
+def test_no_file_stays_open(watched: Watch) -> None:
+    assert len(watched.files[-1]) == len(watched.files[0]), set(watched.files[-1]) - set(watched.files[0])
+
+
+def test_no_thread_is_left_behind(watched: Watch) -> None:
+    """From step 1,500 on: the bar of the first checkpoint, after step 1,000, starts tqdm's one monitor."""
+    before, settled = watched.threads[0], watched.threads[2]
+    assert len(settled) <= len(before) + 1, settled
+    assert {len(names) for names in watched.threads[2:]} == {len(settled)}
