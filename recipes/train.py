@@ -169,8 +169,9 @@ def finish(trainer: FixAStepTrainer, data: Any, given: dict[str, Any]) -> None:
     }
     (folder / "metrics.json").write_text(json.dumps(metrics, indent=2))
     (folder / RECIPE).write_text(yaml.safe_dump(given))
-    confusion = confusion_matrix(test.label_ids, test.predictions.argmax(-1))
-    figures = save_figures(log, confusion, list(trainer.model.config.id2label.values()), folder)
+    # All classes, also those that test images of one's own may lack.
+    confusion = confusion_matrix(test.label_ids, test.predictions.argmax(-1), labels=range(len(trainer.class_names)))
+    figures = save_figures(log, confusion, trainer.class_names, folder)
     print_table(metrics, folder, figures)
 
 

@@ -211,6 +211,21 @@ def test_folders_train_by_name(tmp_path):
     assert "test_recall_digit_3" in metrics
 
 
+def test_test_images_of_some_classes_only_are_enough(tmp_path, monkeypatch):
+    load = train.load_data
+
+    def only_ones(args):
+        data = load(args)
+        data["test"] = data["test"].filter(lambda row: row["label"] == 1)
+        return data
+
+    monkeypatch.setattr(train, "load_data", only_ones)
+    shapes = []
+    monkeypatch.setattr(train, "save_figures", lambda log, confusion, *rest: shapes.append(confusion.shape) or [])
+    train.main(arguments("digits/supervised.yaml", tmp_path / "run"))
+    assert shapes == [(6, 6)]
+
+
 def test_a_folder_that_is_not_there_ends_in_one_sentence(tmp_path):
     sides = "{labeled: nowhere, unlabeled: no}"
     with pytest.raises(SystemExit, match="nowhere"):
