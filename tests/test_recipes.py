@@ -211,15 +211,15 @@ def test_folders_train_by_name(tmp_path):
     assert "test_recall_digit_3" in metrics
 
 
-def test_test_images_of_some_classes_only_are_enough(tmp_path, monkeypatch):
+def test_test_images_need_not_show_every_class(tmp_path, monkeypatch):
     load = train.load_data
 
-    def only_ones(args):
+    def one_image(args):
         data = load(args)
-        data["test"] = data["test"].filter(lambda row: row["label"] == 1)
+        data["test"] = data["test"].select([0])
         return data
 
-    monkeypatch.setattr(train, "load_data", only_ones)
+    monkeypatch.setattr(train, "load_data", one_image)
     shapes = []
     monkeypatch.setattr(train, "save_figures", lambda log, confusion, *rest: shapes.append(confusion.shape) or [])
     train.main(arguments("digits/supervised.yaml", tmp_path / "run"))
