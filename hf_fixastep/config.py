@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 
 import yaml
 from transformers import HfArgumentParser, IntervalStrategy, TrainingArguments
+from transformers.utils import is_torch_tf32_available
 
 from hf_fixastep.gate import GATES
 from hf_fixastep.names import choose
@@ -138,6 +139,8 @@ class FixAStepConfig(TrainingArguments):
 
     def __post_init__(self) -> None:
         self._fill_from_preset()
+        if self.tf32 is None and is_torch_tf32_available():
+            self.tf32 = True
         plain_adam = self.optim == "adam"  # the Trainer knows only AdamW, whose weight decay is another one
         if plain_adam:
             self.optim = "adamw_torch"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,11 @@ class SemiBatch:
     views: dict[str, Tensor]  # name -> [ratio * B, C, H, W]
     index: Tensor | None = None  # [ratio * B] rows of the unlabeled set, the key of per-example state
     generator: torch.Generator | None = None  # on the images' device, for a loss that draws
+    logits: dict[str, Tensor] = field(default_factory=dict)  # of views that a loss has forwarded apart, no gradient
+
+    def unlabeled_part(self) -> SemiBatch:
+        """The same batch for a loss that shall leave the labeled images, None here, for later."""
+        return replace(self, x=None)  # type: ignore[arg-type]
 
 
 def batchnorm_layers(model: nn.Module) -> list[_BatchNorm]:

@@ -58,6 +58,7 @@ class GradientSlots:
         for parameter in self.parameters:
             groups.setdefault((parameter.dtype, parameter.device), []).append(parameter)
         self.decided = False
+        self.reducing: dict[int, list[Any]] = {}  # collectives under way, by row
         self.buffers: list[Tensor] = []
         self.views: dict[nn.Parameter, tuple[Tensor, Tensor]] = {}
         self.gradients: dict[nn.Parameter, tuple[Tensor, Tensor]] = {}  # the views as .grad takes them
@@ -91,11 +92,19 @@ class GradientSlots:
             for parameter in self.parameters:
                 parameter.grad = None
 
+    def start_reduce(self, row: int) -> None:
+        """Begin to add up one gradient over the processes, while the other one is still being computed."""
+        if is_distributed() and row not in self.reducing:
+            self.reducing[row] = [dist.all_reduce(buffer[row], async_op=True) for buffer in self.buffers]
+
     def reduce(self) -> None:
-        """Average both gradients over the processes, in one collective per buffer."""
+        """Average both gradients over the processes."""
         if is_distributed():
+            for row in (LABELED, UNLABELED):
+                self.start_reduce(row)
+            for work in self.reducing.pop(LABELED) + self.reducing.pop(UNLABELED):
+                work.wait()
             for buffer in self.buffers:
-                dist.all_reduce(buffer)
                 buffer.div_(dist.get_world_size())
 
     def gate(self, weight: float, policy: str = "drop", pass_overflow: bool = False) -> Gate:
@@ -186,6 +195,9 @@ class ShardedSlots(GradientSlots):
         if not all(isinstance(p, DTensor) for p in parameters):
             raise ValueError("FSDP2 has sharded some parameters and not others; shard all of them or none.")
         super().__init__(parameters)
+
+    def start_reduce(self, row: int) -> None:
+        """Nothing is left to reduce."""
 
     def reduce(self) -> None:
         """Nothing is left to reduce."""

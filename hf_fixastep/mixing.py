@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
 from hf_fixastep.functional import SemiBatch, average_guess, frozen_batchnorm, mixing_shares, mixup
+
+
+POOL = ("weak", "weak_2")  # views whose images can be partners
 
 
 def mix_labeled(
@@ -32,18 +36,24 @@ def mix_labeled(
         per_batch: one share for the whole batch, as the official code draws it, instead of one per image.
         pool_rows: how many rows of each view are in the pool, if not all of `weak_2`.
         guess_all: forward each view on its own and whole, as the official code does; otherwise only the chosen
-            partners, both views at once, which is the same where rows do not meet in batch norm.
+            partners, all views at once, which is the same where rows do not meet in batch norm, and no view whose
+            logits the batch has already.
     """
     rows, count = len(batch.x), len(batch.views["weak_2"][:pool_rows])
     first, second = batch.views["weak"][:count], batch.views["weak_2"][:count]
     partners = torch.randperm(rows + 2 * count, generator=generator)[:rows]
     shares = mixing_shares(1 if per_batch else rows, alpha, generator).expand(rows)
-    chosen = torch.arange(count) if guess_all else ((partners[partners >= rows] - rows) % count).unique()
     guesses = batch.y.new_zeros(count, batch.y.shape[1])
-    if len(chosen):
-        rows_chosen = chosen.to(batch.x.device, non_blocking=True)
-        views = (first, second) if guess_all else (first[rows_chosen], second[rows_chosen])
-        guesses[rows_chosen] = guess_labels(model, *views, temperature=temperature, together=not guess_all)
+    if guess_all:
+        guesses = guess_labels(model, first, second, temperature=temperature).to(batch.y.dtype)
+    elif len(chosen := ((partners[partners >= rows] - rows) % count).unique()):
+        missing = [name for name in POOL if name not in batch.logits]
+        if len(chosen) * len(missing) == 1 < count:  # batch norm may not do with one row
+            chosen = torch.cat([chosen, (chosen + 1) % count])
+        chosen = chosen.to(batch.x.device, non_blocking=True)
+        views = [batch.views[name][chosen] for name in missing]
+        known = [batch.logits[name][chosen] for name in POOL if name in batch.logits]
+        guesses[chosen] = guess_labels(model, *views, known=known, temperature=temperature, together=True)
     partners = partners.to(batch.x.device, non_blocking=True)
     shares = shares.to(batch.x.device, non_blocking=True)
     x = mixup(batch.x, torch.cat([batch.x, first, second])[partners], shares)
@@ -52,11 +62,16 @@ def mix_labeled(
 
 
 @torch.no_grad()
-def guess_labels(model: nn.Module, *views: Tensor, temperature: float, together: bool = False) -> Tensor:
-    """Sharpened mean prediction over views, with batch statistics but without touching the running ones."""
+def guess_labels(
+    model: nn.Module, *views: Tensor, temperature: float, known: Sequence[Tensor] = (), together: bool = False
+) -> Tensor:
+    """Sharpened mean prediction over views, with batch statistics but without touching the running ones.
+
+    `known` are logits of further views.
+    """
     with frozen_batchnorm(model):
-        if together:
-            logits = list(model(pixel_values=torch.cat(views)).logits.chunk(len(views)))
+        if together and views:
+            logits = model(pixel_values=torch.cat(views)).logits.chunk(len(views))
         else:
             logits = [model(pixel_values=view).logits for view in views]
-    return average_guess(logits, temperature)
+    return average_guess([*known, *logits], temperature)

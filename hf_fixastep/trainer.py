@@ -265,51 +265,76 @@ class FixAStepTrainer(Trainer):
             batch.views |= self.views(missing, pool, generator("pool"))
         return batch
 
-    def compute_losses(self, model: nn.Module, inputs: dict[str, Any]) -> Losses:
-        """The method: views, phase 1, the two losses."""
-        args, batch = self.args, self.make_batch(inputs)
-        if self.mix_labeled:
-            batch = mix_labeled(
-                model,
-                batch,
-                generator_for(args.seed, args.process_index, inputs["step"], "mix"),
-                alpha=args.mix_alpha,
-                temperature=args.mix_temperature,
-                per_batch=args.mix_per_batch,
-                pool_rows=None if args.mix_pool == "all" else len(batch.y),
-                guess_all=self.loss.batchnorm == "joint",
-            )
+    def mix(self, model: nn.Module, batch: SemiBatch, step: int) -> SemiBatch:
+        """Phase 1, if it is on."""
+        args = self.args
+        if not self.mix_labeled:
+            return batch
+        return mix_labeled(
+            model,
+            batch,
+            generator_for(args.seed, args.process_index, step, "mix"),
+            alpha=args.mix_alpha,
+            temperature=args.mix_temperature,
+            per_batch=args.mix_per_batch,
+            pool_rows=None if args.mix_pool == "all" else len(batch.y),
+            guess_all=self.loss.batchnorm == "joint",
+        )
+
+    def compute_losses(self, model: nn.Module, batch: SemiBatch) -> Losses:
+        """The two losses of a batch, or the unlabeled one of its unlabeled part."""
         losses = self.loss(model, batch, teacher=self.teacher.model)  # type: ignore[union-attr]
-        if args.divide_by_all_rows and not self.mix_labeled and losses.unlabeled is not None:
-            self._divide_by_all_rows(losses, len(batch.y), len(inputs["unlabeled"]))
+        losses.labeled = self._divided("labeled", losses.labeled)
+        losses.unlabeled = self._divided("unlabeled", losses.unlabeled)
         return losses
 
-    def _divide_by_all_rows(self, losses: Losses, labeled: int, unlabeled: int) -> None:
+    def _divided(self, name: str, loss: Any) -> Any:
         """As the official base methods do, where a loss of -1 labels is averaged over the whole batch."""
-        for name, rows in (("labeled", labeled), ("unlabeled", unlabeled)):
-            if name in self.loss.upstream_divides_by_all:
-                setattr(losses, name, getattr(losses, name) * rows / (labeled + unlabeled))
+        if loss is None or self.mix_labeled or not self.args.divide_by_all_rows or self.unlabeled is None:
+            return loss
+        rows = {"labeled": self.args.train_batch_size, "unlabeled": self.args.unlabeled_batch_size}
+        return loss * rows[name] / sum(rows.values()) if name in self.loss.upstream_divides_by_all else loss
+
+    def _backward(self, row: int, loss: Tensor, retain_graph: bool = False) -> None:
+        with self._slots.fill(row):
+            self.accelerator.backward(loss / self.current_gradient_accumulation_steps, retain_graph=retain_graph)
+        if self.accelerator.sync_gradients:
+            self._slots.start_reduce(row)
+
+    def _step_at_once(self, model: nn.Module, inputs: dict[str, Any]) -> Losses:
+        with self.compute_loss_context_manager():
+            losses = self.compute_losses(model, self.mix(model, self.make_batch(inputs), inputs["step"]))
+        shared_graph = self.loss.batchnorm == "joint" and losses.unlabeled is not None
+        self._backward(LABELED, losses.labeled, retain_graph=shared_graph)
+        if losses.unlabeled is not None:
+            self._backward(UNLABELED, losses.unlabeled)
+        return losses
+
+    def _step_apart(self, model: nn.Module, inputs: dict[str, Any]) -> Losses:
+        """Unlabeled images first: one graph in memory at a time, and their logits serve as guesses for phase 1."""
+        batch = self.make_batch(inputs)
+        with self.compute_loss_context_manager():
+            losses = self.compute_losses(model, batch.unlabeled_part())
+        self._backward(UNLABELED, losses.unlabeled)  # type: ignore[arg-type]
+        with self.compute_loss_context_manager():
+            batch = self.mix(model, batch, inputs["step"])
+            losses.labeled = self._divided("labeled", self.loss.labeled_part(model, batch))
+        self._backward(LABELED, losses.labeled)
+        return losses
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
         if not (model.training and self.model.training):  # an evaluation switches only the inner one
             model.train()
             if callable(getattr(self.optimizer, "train", None)):  # schedule-free optimizers
                 self.optimizer.train()
-        parts = self.current_gradient_accumulation_steps
+        apart = self.loss.separable and self.loss.batchnorm == "separate"
         with self._reduction_by_gate(model):
-            with self.compute_loss_context_manager():
-                losses = self.compute_losses(model, self._prepare_inputs(inputs))
-            with self._slots.fill(LABELED):
-                shared_graph = self.loss.batchnorm == "joint" and losses.unlabeled is not None
-                self.accelerator.backward(losses.labeled / parts, retain_graph=shared_graph)
-            if losses.unlabeled is not None:
-                with self._slots.fill(UNLABELED):
-                    self.accelerator.backward(losses.unlabeled / parts)
+            losses = (self._step_apart if apart else self._step_at_once)(model, self._prepare_inputs(inputs))
         self._record({"loss/labeled": losses.labeled, "loss/unlabeled": losses.unlabeled, **losses.stats})
         if self.accelerator.sync_gradients:
             self._gate()
         unlabeled = 0.0 if losses.unlabeled is None else self.unlabeled_weight * losses.unlabeled.detach()
-        return (losses.labeled.detach() + unlabeled) / parts
+        return (losses.labeled.detach() + unlabeled) / self.current_gradient_accumulation_steps
 
     def _reduction_by_gate(self, model: Any) -> contextlib.AbstractContextManager[None]:
         """Forwards and backwards inside leave the gate two gradients as it expects them."""

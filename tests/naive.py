@@ -69,12 +69,12 @@ class Naive:
         rows = len(x)
         count = rows if self.args.mix_pool == "batch" else len(views["weak"])
         first, second = views["weak"][:count], views["weak_2"][:count]
-        mean = (self.without_trace(first).softmax(1) + self.without_trace(second).softmax(1)).detach() / 2
-        guess = mean ** (1 / self.args.mix_temperature)
+        generator = generator_for(self.args.seed, 0, step, "mix")
+        partners = torch.randperm(rows + 2 * count, generator=generator)
+        one, other = self.guess_logits(views, count, partners[:rows].tolist())
+        guess = ((one.softmax(1) + other.softmax(1)).detach() / 2) ** (1 / self.args.mix_temperature)
         guess = guess / guess.sum(1, keepdim=True)
         pool, labels = torch.cat([x, first, second]), torch.cat([y, guess, guess])
-        generator = generator_for(self.args.seed, 0, step, "mix")
-        partners = torch.randperm(len(pool), generator=generator)
         draws = 1 if self.args.mix_per_batch else rows
         gamma = torch.full((2, draws), self.args.mix_alpha, dtype=torch.float64)
         one, other = torch._standard_gamma(gamma, generator=generator)
@@ -86,6 +86,9 @@ class Naive:
             new_x.append(share * x[row] + (1 - share) * pool[partners[row]])
             new_y.append(share * y[row] + (1 - share) * labels[partners[row]])
         return torch.stack(new_x), torch.stack(new_y)
+
+    def guess_logits(self, views: Images, count: int, partners: list[int]) -> tuple[Tensor, Tensor]:
+        return self.without_trace(views["weak"][:count]), self.without_trace(views["weak_2"][:count])
 
     def step(self, x: Tensor, y: Tensor, views: Images) -> None:
         number = len(self.open) + 1
@@ -143,6 +146,26 @@ class Naive:
         for name, buffer in self.model.named_buffers():
             buffer.data = kept[name]
         return logits
+
+
+class NaiveSeparate(Naive):
+    """The same with a forward for every set of images; only the labeled ones move the running statistics."""
+
+    def logits(self, *images: Tensor) -> tuple[Tensor, ...]:
+        return self.model(pixel_values=images[0]).logits, *(self.without_trace(rows) for rows in images[1:])
+
+    def guess_logits(self, views: Images, count: int, partners: list[int]) -> tuple[Tensor, Tensor]:
+        """From the whole view where the loss forwards it anyway, and from the partners' rows alone where not."""
+        labeled = self.args.train_batch_size
+        rows = sorted({(partner - labeled) % count for partner in partners if partner >= labeled})
+        if len(rows) == 1:  # would be alone in batch norm
+            rows.append((rows[0] + 1) % count)
+        first = self.without_trace(views["weak"])[:count]
+        if self.args.loss == "pi_model":
+            return first, self.without_trace(views["weak_2"])[:count]
+        second = torch.full_like(first, math.nan)
+        second[rows] = self.without_trace(views["weak_2"][rows])
+        return first, second
 
 
 def gradient(parameter: nn.Parameter) -> Tensor:

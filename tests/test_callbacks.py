@@ -237,9 +237,9 @@ class Poisoned(FixAStepTrainer):
     value = math.nan
     steps: tuple[int, ...] = ()
 
-    def compute_losses(self, model: Any, inputs: dict) -> Losses:
-        losses = super().compute_losses(model, inputs)
-        if inputs["step"] + 1 in self.steps:
+    def compute_losses(self, *args: Any) -> Losses:
+        losses = super().compute_losses(*args)
+        if self.state.global_step + 1 in self.steps:
             setattr(losses, self.loss_name, getattr(losses, self.loss_name) * self.value)
         return losses
 

@@ -429,3 +429,15 @@ def test_a_malformed_recipe_is_one_sentence_with_its_path_and_the_line(tmp_path:
     with pytest.raises(ValueError, match=r"broken\.yaml is not YAML.*line \d") as error:
         parsed("--config", path)
     assert "\n" not in message_of(error)
+
+
+@pytest.mark.parametrize(("given", "expected"), [(None, [True]), (False, [False])])
+def test_tf32_is_on_where_there_is_any_and_nobody_says_otherwise(
+    given: bool | None, expected: list[bool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_to: list[bool] = []
+    monkeypatch.setattr("hf_fixastep.config.is_torch_tf32_available", lambda: True)
+    monkeypatch.setattr("transformers.training_args.is_torch_tf32_available", lambda: True)
+    monkeypatch.setattr("transformers.training_args.enable_tf32", set_to.append)
+    FixAStepConfig(output_dir=str(tmp_path), tf32=given, use_cpu=True)
+    assert set_to == expected

@@ -226,6 +226,28 @@ def test_the_trainer_caps_the_pool_at_one_labeled_batch_of_each_view(
     assert rows == [4, 4, 4 + 12, 12]
 
 
+@pytest.mark.parametrize(
+    ("loss", "forwards"),
+    [
+        ("pi_model", [12, 12, 4]),  # the target, the other view, the labeled images: nothing extra
+        ("mean_teacher", [12, "chosen", 4]),
+        ("pseudo_label", [12, "chosen", 4]),
+        ("fixmatch", [12, 12, "chosen", 4]),
+        ("vat", [12, 12, 12, "chosen", 4]),
+    ],
+)
+def test_separate_forwards_guess_no_view_twice(
+    loss: str, forwards: list, tmp_path: Path, tiny_model: WideResNetForImageClassification
+) -> None:
+    rows: list[int] = []
+    tiny_model.stem.register_forward_pre_hook(
+        lambda stem, images: rows.append(len(images[0])) if stem.training else None  # not the teacher's
+    )
+    make_trainer(tmp_path, tiny_model, loss=loss, max_steps=1, batchnorm="separate", unlabeled_ratio=3.0).train()
+    assert len(rows) == len(forwards)
+    assert all(1 < row <= 4 if kind == "chosen" else row == kind for row, kind in zip(rows, forwards, strict=True))
+
+
 # ---- guesses [3]
 
 
@@ -343,6 +365,67 @@ def test_chosen_guesses_share_the_batch_statistics_of_the_chosen_rows() -> None:
     for row, (partner, share) in enumerate(zip(partners.tolist(), shares.tolist(), strict=True)):
         label = batch.y[partner] if partner < 4 else guesses[(partner - 4) % 9]
         torch.testing.assert_close(mixed.y[row], share * batch.y[row] + (1 - share) * label)
+
+
+# ---- logits that a loss has already
+
+
+def test_a_view_whose_logits_are_known_is_not_forwarded_again() -> None:
+    batch = telling_batch(labeled=4, weak=9)
+    model = recorder(batch)
+    batch.logits["weak"] = torch.randn(9, CLASSES)
+    partners, _ = partners_and_shares(mix_labeled(model, batch, seeded(), guess_all=False).x)
+    chosen = sorted({(partner - 4) % 9 for partner in partners if partner >= 4})
+    assert len(chosen) > 1
+    assert [images.shape for images in model.calls] == [batch.views["weak_2"][chosen].shape]
+    assert torch.equal(model.calls[0], batch.views["weak_2"][chosen])
+    batch.logits["weak_2"] = torch.randn(9, CLASSES)
+    mix_labeled(model, batch, seeded(), guess_all=False)
+    assert len(model.calls) == 1
+
+
+def test_known_logits_are_the_guesses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hf_fixastep.mixing.mixing_shares", lambda count, *_: torch.full((count,), 0.5))
+    batch = telling_batch(labeled=4, weak=9)
+    batch.logits = {"weak": torch.randn(20, CLASSES), "weak_2": torch.randn(20, CLASSES)}  # more rows than the pool
+    mixed = mix_labeled(recorder(batch), batch, seeded(), guess_all=False, pool_rows=9)
+    for row, partner in enumerate(partners_and_shares(mixed.x)[0]):
+        if partner >= 4:
+            one, other = (logits[(partner - 4) % 9].double().softmax(-1) for logits in batch.logits.values())
+            squares = ((one + other) / 2) ** 2
+            torch.testing.assert_close(mixed.y[row].double(), 0.5 * batch.y[row] + 0.5 * squares / squares.sum())
+
+
+def test_one_partner_is_never_alone_in_batch_norm() -> None:
+    rows = set()
+    for seed in range(40):
+        batch = telling_batch(labeled=2, weak=3)
+        model = recorder(batch)  # which would refuse a batch of one
+        batch.logits["weak"] = torch.zeros(3, CLASSES)
+        mix_labeled(model, batch, seeded(seed), guess_all=False)
+        rows |= {len(images) for images in model.calls}
+    assert rows == {2}
+
+
+def test_guesses_from_chosen_rows_are_those_from_all_rows_on_average() -> None:
+    """Batch statistics of a part of the rows scatter around those of all of them."""
+    batch = random_batch(labeled=64, unlabeled=64)
+    batch.y = torch.eye(CLASSES)[torch.arange(64) % CLASSES]
+    torch.manual_seed(3)
+    model = Recorder(192).train()
+    nn.init.normal_(model.head.weight, std=0.1)
+    whole = guess_labels(model, batch.views["weak"], batch.views["weak_2"], temperature=1.0)
+    differences = []
+    for seed in range(200):
+        chosen = torch.randperm(64, generator=seeded(seed))[:36]  # as many as 64 partners have on average, 5/9
+        views = [view[chosen] for view in batch.views.values()]
+        difference = torch.full_like(whole, torch.nan)
+        difference[chosen] = guess_labels(model, *views, temperature=1.0, together=True) - whole[chosen]
+        differences.append(difference)
+    scatter = torch.stack(differences)
+    assert scatter.nanmean(0).abs().mean() < 0.015  # of probabilities that differ from row to row by
+    assert whole.std(0).mean() > 0.15
+    assert scatter[~scatter.isnan()].std() < 0.05
 
 
 @GUESS_ALL

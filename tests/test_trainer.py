@@ -32,7 +32,7 @@ from hf_fixastep.functional import SemiBatch
 from hf_fixastep.gate import GATES
 from hf_fixastep.losses import LOSSES, Losses
 from tests import naive
-from tests.naive import Naive
+from tests.naive import Naive, NaiveSeparate
 from tests.runs import (
     EAGER,
     assert_equal,
@@ -59,9 +59,8 @@ def same_as(loss: str, folder: Path, **settings: Any) -> None:
     trainer = make_trainer(
         folder, tiny_wide_resnet(bn_momentum=0.1), loss=loss, unlabeled_warmup_steps=2.0, **settings
     )
-    reference = Naive(
-        trainer, getattr(naive, loss), lambda step: settings["unlabeled_weight"] * min(step / 2, 1)
-    ).run()
+    kind = NaiveSeparate if settings.get("batchnorm") == "separate" else Naive
+    reference = kind(trainer, getattr(naive, loss), lambda step: settings["unlabeled_weight"] * min(step / 2, 1)).run()
     run = train(trainer)
     assert set(reference.open) == {0.0, 1.0}  # else the seed proves too little
     assert logged(trainer, "gate/open") == reference.open
@@ -87,6 +86,46 @@ def same_as(loss: str, folder: Path, **settings: Any) -> None:
 )
 def test_steps_are_those_of_the_method_written_out(loss: str, settings: dict, tmp_path: Path) -> None:
     same_as(loss, tmp_path, **settings)
+
+
+@pytest.mark.parametrize(
+    ("loss", "settings"),
+    [
+        ("mean_teacher", {"unlabeled_weight": 20.0, "seed": 2}),
+        ("pi_model", {"unlabeled_weight": 20.0, "seed": 1}),
+        ("pseudo_label", {"loss_kwargs": EAGER, "mix_per_batch": True}),
+        ("fixmatch", {"loss_kwargs": EAGER, "unlabeled_ratio": 2.0}),
+        ("fixmatch", {"loss_kwargs": EAGER, "unlabeled_ratio": 2.0, "mix_labeled": False, "seed": 4}),
+    ],
+)
+def test_separate_steps_are_those_of_the_method_written_out(loss: str, settings: dict, tmp_path: Path) -> None:
+    """Phase 1 takes the logits that the loss has of a view for guesses, and forwards nothing twice."""
+    same_as(loss, tmp_path, batchnorm="separate", **settings)
+
+
+@pytest.mark.parametrize(
+    ("mode", "events"),
+    [
+        ("separate", ["forward", "backward 1", "reduce 1", "forward", "forward", "backward 0", "reduce 0"]),
+        ("joint", ["forward", "forward", "forward", "backward 0", "reduce 0", "backward 1", "reduce 1"]),
+    ],
+)
+def test_the_first_gradient_is_reduced_while_the_second_is_computed(
+    mode: str, events: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And where batch norm is separate, the first graph is gone before the second one is built."""
+    found: list[str] = []
+
+    class Telling(FixAStepTrainer):
+        def _backward(self, row: int, loss: Tensor, **kwargs: Any) -> None:
+            found.append(f"backward {row}")
+            super()._backward(row, loss, **kwargs)
+
+    monkeypatch.setattr("hf_fixastep.gate.GradientSlots.start_reduce", lambda _, row: found.append(f"reduce {row}"))
+    model = tiny_wide_resnet()
+    model.register_forward_pre_hook(lambda m, _: found.append("forward") if m.training else None)
+    make_trainer(tmp_path, model, Telling, batchnorm=mode, max_steps=1).train()
+    assert found == events
 
 
 def test_partners_come_from_one_labeled_batch_size_of_each_view_also_where_the_loss_has_more(tmp_path: Path) -> None:
@@ -289,7 +328,7 @@ class Learned(SemiSupervisedLoss):
 
     def forward(self, model: nn.Module, batch: SemiBatch, teacher: nn.Module | None) -> Losses:
         self.steps += 1
-        labeled, weak = self.logits(model, batch.x, batch.views["weak"])
+        labeled, weak = self.logits(model, batch, "weak")
         return Losses(self.labeled_loss(labeled, batch.y), (weak.detach() - self.point).square().mean())
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +17,7 @@ from hf_fixastep.functional import SemiBatch, frozen_batchnorm
 class Losses:
     """The two losses of one step, unweighted, with whatever is worth logging."""
 
-    labeled: Tensor
+    labeled: Tensor  # None if the batch is only its unlabeled part
     unlabeled: Tensor | None  # None: the loss has no unlabeled part
     stats: dict[str, Tensor] = field(default_factory=dict)
 
@@ -30,30 +31,43 @@ class SemiSupervisedLoss(nn.Module):
 
     views: tuple[str, ...] = ()
     mixable = True  # False where mixing the labeled images (phase 1) does not apply
+    # True where `forward` also takes a batch without labeled images, if batch norm is separate, and leaves them to
+    # `labeled_part`: the trainer then keeps one graph at a time, and phase 1 guesses from the logits of the views.
+    separable = False
     batchnorm = "joint"  # or "separate"; the trainer sets it
     # Which of the two losses the official base code divides by labeled + unlabeled rows instead of its own.
     upstream_divides_by_all: tuple[str, ...] = ()
 
-    def labeled_loss(self, logits: Tensor, y: Tensor) -> Tensor:
-        return F.cross_entropy(logits, y)
+    def labeled_loss(self, logits: Any, y: Tensor) -> Any:
+        return None if logits is None else F.cross_entropy(logits, y)
+
+    def labeled_part(self, model: nn.Module, batch: SemiBatch) -> Tensor:
+        """The labeled loss alone, for a separable loss whose batch norm is separate."""
+        return self.labeled_loss(model(pixel_values=batch.x).logits, batch.y)
 
     def logits(
-        self, model: nn.Module, x: Tensor, *views: Tensor, targets: tuple[Tensor, ...] = ()
-    ) -> tuple[Tensor, ...]:
+        self, model: nn.Module, batch: SemiBatch, *views: str, targets: tuple[str, ...] = ()
+    ) -> tuple[Any, ...]:
         """Logits of the labeled images, of each view, and of each target, the last without gradient.
 
         Joint: one forward, all rows share their batch statistics, which update the running ones.
-        Separate: one forward each; only the labeled images update the running statistics.
+        Separate: one forward each; only the labeled images, if there are any, update the running statistics.
         """
         if self.batchnorm == "joint":
-            images = (x, *views, *targets)
+            images = (batch.x, *(batch.views[name] for name in (*views, *targets)))
             logits = model(pixel_values=torch.cat(images)).logits.split([len(i) for i in images])
             return *logits[: 1 + len(views)], *(t.detach() for t in logits[1 + len(views) :])
-        labeled = model(pixel_values=x).logits
+        labeled = None if batch.x is None else model(pixel_values=batch.x).logits
+        graded = [self.view_logits(model, batch, name) for name in views]
+        with torch.no_grad():
+            return labeled, *graded, *(self.view_logits(model, batch, name) for name in targets)
+
+    def view_logits(self, model: nn.Module, batch: SemiBatch, view: str) -> Tensor:
+        """Logits of one view from a forward of its own, which phase 1 may then take as guesses."""
         with frozen_batchnorm(model):
-            graded = [model(pixel_values=view).logits for view in views]
-            with torch.no_grad():
-                return labeled, *graded, *(model(pixel_values=target).logits for target in targets)
+            logits = model(pixel_values=batch.views[view]).logits
+        batch.logits[view] = logits.detach()
+        return logits
 
     def generator(self, batch: SemiBatch) -> torch.Generator:
         if batch.generator is None:  # torch would silently fall back on the global one

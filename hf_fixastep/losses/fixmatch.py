@@ -18,6 +18,7 @@ class FixMatch(SemiSupervisedLoss):
     """
 
     views = ("weak", "strong")
+    separable = True
 
     def __init__(self, threshold: float = 0.95, temperature: float = 1.0) -> None:
         super().__init__()
@@ -27,7 +28,7 @@ class FixMatch(SemiSupervisedLoss):
         self.temperature = temperature
 
     def forward(self, model: nn.Module, batch: SemiBatch, teacher: nn.Module | None) -> Losses:
-        labeled, strong, weak = self.logits(model, batch.x, batch.views["strong"], targets=(batch.views["weak"],))
+        labeled, strong, weak = self.logits(model, batch, "strong", targets=("weak",))
         confidence, pseudo_labels = (weak / self.temperature).softmax(-1).max(-1)
         mask = (confidence >= self.threshold).to(strong.dtype)
         unlabeled = (F.cross_entropy(strong, pseudo_labels, reduction="none") * mask).mean()

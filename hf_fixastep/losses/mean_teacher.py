@@ -16,12 +16,13 @@ class MeanTeacher(SemiSupervisedLoss):
     """
 
     views = ("weak", "weak_2")
+    separable = True
     upstream_divides_by_all = ("labeled",)
 
     def forward(self, model: nn.Module, batch: SemiBatch, teacher: nn.Module | None) -> Losses:
         if teacher is None:
             raise ValueError("MeanTeacher needs a teacher, the averaged model in eval mode, got None.")
-        labeled, student = self.logits(model, batch.x, batch.views["weak"])
+        labeled, student = self.logits(model, batch, "weak")
         with torch.no_grad():
             target = teacher(pixel_values=batch.views["weak_2"]).logits.softmax(-1)
         return Losses(self.labeled_loss(labeled, batch.y), F.mse_loss(student.softmax(-1), target))

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import contextlib
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -58,7 +59,8 @@ class MixMatch(SemiSupervisedLoss):
         if self.interleave and self.batchnorm == "joint":
             labeled, unlabeled = interleaved_logits(model, images, count)
         else:
-            labeled, unlabeled = self.logits(model, images[:count], images[count:])
+            mixed = replace(batch, x=images[:count], views={"mixed": images[count:]})
+            labeled, unlabeled = self.logits(model, mixed, "mixed")
         return Losses(self.labeled_loss(labeled, y[:count]), F.mse_loss(unlabeled.softmax(-1), y[count:]))
 
     @torch.no_grad()

@@ -3,7 +3,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import nn
 
-from hf_fixastep.functional import SemiBatch, frozen_batchnorm
+from hf_fixastep.functional import SemiBatch
 from hf_fixastep.losses.base import Losses, SemiSupervisedLoss
 
 
@@ -16,10 +16,10 @@ class PiModel(SemiSupervisedLoss):
     """
 
     views = ("weak", "weak_2")
+    separable = True
     upstream_divides_by_all = ("labeled",)
 
     def forward(self, model: nn.Module, batch: SemiBatch, teacher: nn.Module | None) -> Losses:
-        labeled, first = self.logits(model, batch.x, targets=(batch.views["weak"],))
-        with frozen_batchnorm(model):
-            second = model(pixel_values=batch.views["weak_2"]).logits
+        labeled, first = self.logits(model, batch, targets=("weak",))
+        second = self.view_logits(model, batch, "weak_2")
         return Losses(self.labeled_loss(labeled, batch.y), F.mse_loss(second.softmax(-1), first.softmax(-1)))

@@ -20,6 +20,7 @@ class PseudoLabel(SemiSupervisedLoss):
     """
 
     views = ("weak",)
+    separable = True
     upstream_divides_by_all = ("labeled", "unlabeled")
 
     def __init__(self, threshold: float = 0.95, multiplier: float | None = 1.0) -> None:
@@ -31,7 +32,7 @@ class PseudoLabel(SemiSupervisedLoss):
         self.multiplier = multiplier
 
     def forward(self, model: nn.Module, batch: SemiBatch, teacher: nn.Module | None) -> Losses:
-        labeled, weak = self.logits(model, batch.x, batch.views["weak"])
+        labeled, weak = self.logits(model, batch, "weak")
         confidence, pseudo_labels = weak.detach().softmax(-1).max(-1)
         mask = (confidence > self.threshold).to(weak.dtype)
         multiplier = weak.shape[-1] if self.multiplier is None else self.multiplier

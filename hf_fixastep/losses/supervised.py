@@ -12,5 +12,5 @@ class Supervised(SemiSupervisedLoss):
     mixable = False
 
     def forward(self, model: nn.Module, batch: SemiBatch, teacher: nn.Module | None) -> Losses:
-        (labeled,) = self.logits(model, batch.x)
+        (labeled,) = self.logits(model, batch)
         return Losses(self.labeled_loss(labeled, batch.y), None)

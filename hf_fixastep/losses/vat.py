@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -27,6 +28,7 @@ class VAT(SemiSupervisedLoss):
     """
 
     views = ("weak",)
+    separable = True
     upstream_divides_by_all = ("labeled", "unlabeled")
 
     def __init__(
@@ -40,15 +42,13 @@ class VAT(SemiSupervisedLoss):
         self.safe_normalization = safe_normalization
 
     def forward(self, model: nn.Module, batch: SemiBatch, teacher: nn.Module | None) -> Losses:
-        images, count, clean = batch.views["weak"], len(batch.views["weak"]), None
+        images, count = batch.views["weak"], len(batch.views["weak"])
+        labeled, clean = self.logits(model, batch, targets=("weak",))
         if self.batchnorm == "joint":
-            labeled, target = self.logits(model, batch.x, targets=(images,))
-            images, clean = torch.cat([batch.x, images]), torch.cat([labeled.detach(), target])
-        else:
-            (labeled,) = self.logits(model, batch.x)
+            images, clean = torch.cat([batch.x, images]), torch.cat([labeled.detach(), clean])
 
         with frozen_batchnorm(model), full_precision(model, images.device.type) as was_mixed:
-            if clean is None or was_mixed:  # mixed precision rounds the logits by more than xi changes them
+            if was_mixed:  # mixed precision rounds the logits by more than xi changes them
                 with torch.no_grad():
                     clean = model(pixel_values=images).logits
             direction = self.direction(model, images, clean, self.generator(batch))
@@ -89,17 +89,24 @@ def almost_unit(images: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def full_precision(model: nn.Module, device_type: str) -> Iterator[bool]:
-    """Forwards inside run without autocast; gives whether they would have run with it.
+    """Forwards inside run without autocast and TF32; gives whether they would have run with one of them.
 
     Accelerate (1.15) wraps autocast around `forward` itself, out of reach of a context, and keeps the plain one.
     """
     wrapped = {m: m.forward for m in model.modules() if "_original_forward" in vars(m)}
     for module in wrapped:
         module.forward = vars(module)["_original_forward"]
-    was_mixed = bool(wrapped) or torch.is_autocast_enabled(device_type)
+    backends: Any = torch.backends
+    kernels = (backends.cudnn.conv, backends.cuda.matmul) if device_type == "cuda" else ()
+    kept = [kernel.fp32_precision for kernel in kernels]
+    was_mixed = bool(wrapped) or torch.is_autocast_enabled(device_type) or "tf32" in kept
     try:
+        for kernel in kernels:
+            kernel.fp32_precision = "ieee"
         with torch.autocast(device_type, enabled=False):
             yield was_mixed
     finally:
+        for kernel, precision in zip(kernels, kept, strict=True):
+            kernel.fp32_precision = precision
         for module, forward in wrapped.items():
             module.forward = forward

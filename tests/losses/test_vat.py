@@ -10,6 +10,7 @@ from accelerate.state import AcceleratorState
 from torch.nn.functional import cosine_similarity
 
 from hf_fixastep.losses import VAT
+from hf_fixastep.losses.vat import full_precision
 from tests.losses.conftest import (
     MODES,
     PixelModel,
@@ -198,3 +199,16 @@ def test_two_logits_move_apart_or_together():
         p, q = [1 / (1 + math.exp(-difference)) for difference in (1 + sign * 0.5 * math.sqrt(2), 1)]
         expected.append(p * math.log(p / q) + (1 - p) * math.log((1 - p) / (1 - q)))
     assert min(abs(unlabeled.item() - value) for value in expected) < 1e-6
+
+
+def test_tf32_is_off_inside_and_back_afterwards(model):
+    """It keeps ten bits of a pixel, less than the trial step changes."""
+    conv, matmul = torch.backends.cudnn.conv, torch.backends.cuda.matmul
+    kept = conv.fp32_precision, matmul.fp32_precision
+    assert "tf32" in kept  # torch's default
+    with full_precision(model, "cuda") as was_mixed:
+        assert was_mixed
+        assert (conv.fp32_precision, matmul.fp32_precision) == ("ieee", "ieee")
+    assert (conv.fp32_precision, matmul.fp32_precision) == kept
+    with full_precision(model, "cpu") as was_mixed:
+        assert not was_mixed

@@ -22,6 +22,7 @@ from transformers import AutoModelForImageClassification, TrainerCallback
 from hf_fixastep import FixAStepTrainer
 from hf_fixastep.data.streams import generator_for
 from hf_fixastep.functional import SemiBatch
+from hf_fixastep.gate import LABELED, UNLABELED
 from hf_fixastep.losses.base import Losses
 from hf_fixastep.losses.fixmatch import FixMatch
 from tests.runs import (
@@ -132,6 +133,8 @@ def with_batchnorm(folder: Path, loss: str, mode: str, kind: type = FixAStepTrai
 class Learned(FixMatch):
     """Has a parameter and running statistics of its own."""
 
+    separable = False
+
     def __init__(self, start: float = 1.0) -> None:
         super().__init__(**EAGER)
         self.scale = nn.Parameter(torch.tensor(start))
@@ -153,14 +156,11 @@ class Overflowing(FixAStepTrainer):
         self.args.mixed_precision = "fp16"
         self.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
 
-    def compute_losses(self, model: nn.Module, inputs: dict[str, Any]) -> Losses:
-        losses = super().compute_losses(model, inputs)
-        if self.args.process_index == self.args.world_size - 1:
-            if self.state.global_step == UNLABELED_OVERFLOW - 1:
-                losses.unlabeled = losses.unlabeled * torch.inf
-            if self.state.global_step == LABELED_OVERFLOW - 1:
-                losses.labeled = losses.labeled * torch.inf
-        return losses
+    def _backward(self, row: int, loss: Tensor, **kwargs: Any) -> None:
+        bad = self.state.global_step + 1 == {LABELED: LABELED_OVERFLOW, UNLABELED: UNLABELED_OVERFLOW}[row]
+        if bad and self.args.process_index == self.args.world_size - 1:
+            loss = loss * torch.inf
+        super()._backward(row, loss, **kwargs)
 
 
 class ShardedOverflowing(Overflowing, Sharded):

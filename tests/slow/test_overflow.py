@@ -56,8 +56,8 @@ class Overflowing(FixAStepTrainer):
             batch.views["strong"][0, 0, 0, 0] = self.value
         return batch
 
-    def compute_losses(self, model: Any, inputs: dict[str, Any]) -> Losses:
-        losses = super().compute_losses(model, inputs)
+    def compute_losses(self, *args: Any) -> Losses:
+        losses = super().compute_losses(*args)
         for name in ("labeled", "unlabeled"):
             if self.bad and self.place in (f"{name} loss", "both losses"):
                 setattr(losses, name, getattr(losses, name) * self.value)
