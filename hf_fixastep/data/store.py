@@ -76,7 +76,14 @@ class PixelFile:
         flags, protection = mmap.MAP_PRIVATE | NO_RESERVE, mmap.PROT_READ | mmap.PROT_WRITE
         with open(self.path, "rb") as file, torch.inference_mode():
             mapping = mmap.mmap(file.fileno(), self.size, flags=flags, prot=protection)
+            if self.size > memory() / 2:  # else the system reads megabytes around every row, and soon forgets them
+                mapping.madvise(mmap.MADV_RANDOM)
             return torch.frombuffer(mapping, dtype=torch.uint8, offset=HEADER_BYTES).view(self.shape)
+
+
+def memory() -> int:
+    """Bytes of this machine's memory."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def possible_files(

@@ -514,3 +514,16 @@ class TestDisk:
         with pytest.raises(KeyboardInterrupt):
             Images.from_dataset(split, SIZE)
         assert not pixel_files(tmp_path / "set")
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="Only Linux tells how a file is mapped.")
+@pytest.mark.parametrize("fits", [True, False])
+def test_a_file_beyond_the_memory_is_read_row_by_row(split, tmp_path, monkeypatch, fits):
+    monkeypatch.setattr(store, "memory", lambda: 2**40 if fits else 2**10)
+    images = Images.from_dataset(split, SIZE)
+    (path,) = pixel_files(tmp_path / "set")
+    mappings = Path("/proc/self/smaps").read_text().split(str(path))[1:]
+    flags = [mapping.split("VmFlags:")[1].splitlines()[0].split() for mapping in mappings]
+    assert [("rr" in found) for found in flags] == [not fits] * len(flags)
+    assert flags
+    assert len(images) == len(split)
