@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import copy
 import math
+import platform
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -636,3 +638,26 @@ def test_a_look_at_the_loss_would_be_noticed(peek: Callable, name: str, waits: W
     trainer.add_callback(Watch(waits))
     trainer.train()
     assert name in [what for _, _, what in waits.found]
+
+
+FAULTS = """
+import resource, torch
+{before}
+block, faults = torch.zeros(2**25), []
+for _ in range(4):
+    del block
+    start = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    block = torch.zeros(2**25)
+    faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - start)
+print(min(faults))
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="Only glibc has mallopt.")
+def test_on_a_cpu_memory_is_kept_for_the_next_step() -> None:
+    found = []
+    for before in ("", "from hf_fixastep.trainer import keep_freed_memory; keep_freed_memory()"):
+        code = FAULTS.format(before=before)
+        found.append(int(subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout))
+    assert found[0] > 50  # pages, some of them huge
+    assert found[1] < 10
