@@ -396,7 +396,7 @@ class Benchmark:
     @property
     def rank_size(self) -> int:
         """Labeled images of one of two processes."""
-        return max(2, self.sizes(self.loss)[0] // 4)
+        return max(2, self.sizes(self.loss)[0] // 2)
 
     def evaluation(self) -> None:
         """h"""
