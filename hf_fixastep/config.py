@@ -14,9 +14,11 @@ from typing import Any, NoReturn
 
 import yaml
 from transformers import HfArgumentParser, IntervalStrategy, TrainingArguments
+from transformers.trainer_utils import HubStrategy
 from transformers.utils import is_torch_tf32_available
 
 from hf_fixastep.gate import GATES
+from hf_fixastep.hub import check_license, check_repo_id
 from hf_fixastep.names import choose
 from hf_fixastep.schedules import RAMPS
 
@@ -136,8 +138,13 @@ class FixAStepConfig(TrainingArguments):
     ignore_changed_settings: list[str] | None = own_field(None, "Settings that a resumed run may change.")
     logging_nan_inf_filter: bool = own_field(False, "Keep off: the log shows losses as they are, also NaN.")
     remove_unused_columns: bool = own_field(False, "Keep off: images are not arguments of the model.")
+    hub_strategy: str = own_field("end", "When to push: end, or every_save to push also during the training.")
+    hub_license: str | None = own_field(None, "Licence of a pushed model, such as mit; needed to push.")
+    hub_intended_use: str | None = own_field(None, "What a pushed model is for; needed to push one of medical data.")
 
     def __post_init__(self) -> None:
+        own = [f for f in dataclasses.fields(self) if f.init and f.default_factory is dataclasses.MISSING]
+        self.given = {f.name: getattr(self, f.name) for f in own if getattr(self, f.name) != f.default}
         self._fill_from_preset()
         if self.tf32 is None and is_torch_tf32_available():
             self.tf32 = True
@@ -195,6 +202,9 @@ class FixAStepConfig(TrainingArguments):
                 "logging_strategy is no, but the watch for non-finite values reads the log; use a large logging_steps."
             )
 
+        if self.push_to_hub:
+            self.check_push()
+
         if self.loss == "mean_teacher" and self.unlabeled_warmup_steps == 0:
             logger.warning(
                 "Mean Teacher starts at its full unlabeled weight, when its teacher still knows nothing; set "
@@ -204,6 +214,16 @@ class FixAStepConfig(TrainingArguments):
             raise ValueError(
                 f"The launcher started {os.environ['WORLD_SIZE']} processes, but they are in groups of "
                 f"{self.world_size} and would train apart. On a CPU set use_cpu to true."
+            )
+
+    def check_push(self) -> None:
+        """What is missing shall be missed before the training."""
+        check_repo_id(self.hub_model_id)
+        check_license(self.hub_license)
+        if self.hub_strategy not in (HubStrategy.END, HubStrategy.EVERY_SAVE):
+            raise ValueError(
+                f"hub_strategy is {HubStrategy(self.hub_strategy).value}, which would push the optimizer's state; use "
+                "end or every_save."
             )
 
     @property
@@ -220,7 +240,9 @@ def parse(types: Sequence[type], argv: Sequence[str]) -> tuple[Any, ...]:
     """Dataclasses from `--config file.yaml` and command-line overrides, then a dict of the settings given."""
     parser = OneSentenceParser(types, allow_abbrev=False)  # type: ignore[arg-type]
     known = [f.name for kind in types for f in dataclasses.fields(kind) if f.init]
-    defaults = {action.dest: action.default for action in parser._actions}
+    # As argparse reads them, and of the first of an option's actions: a switch that is on has a second, --no_NAME.
+    texts = {action.dest: (action, action.default) for action in reversed(parser._actions)}
+    defaults = {n: parser._get_value(a, d) if isinstance(d, str) else d for n, (a, d) in texts.items()}
     argv = [part for word in argv for part in (word.split("=", 1) if word.startswith("--config=") else [word])]
     if "--config" in argv:
         at = argv.index("--config")

@@ -28,6 +28,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 
 from hf_fixastep.callbacks import (
     GateMonitorCallback,
+    HubCardCallback,
     LogResumeCallback,
     NonFiniteCallback,
     ProgressBarCallback,
@@ -52,6 +53,7 @@ from hf_fixastep.data.streams import Images, PairedLoader, as_is, generator_for
 from hf_fixastep.data.views import VIEWS, Views
 from hf_fixastep.functional import SemiBatch, batchnorm_layers
 from hf_fixastep.gate import LABELED, UNLABELED, GradientSlots, gradient_slots
+from hf_fixastep.hub import create_repo
 from hf_fixastep.losses import get_loss
 from hf_fixastep.losses.base import Losses, SemiSupervisedLoss
 from hf_fixastep.metrics import classification_metrics
@@ -145,6 +147,8 @@ class FixAStepTrainer(Trainer):
         if self.pop_callback(ProgressCallback):
             self.add_callback(ProgressBarCallback())
         self.add_callback(LogResumeCallback(self))
+        self.card = HubCardCallback(self)
+        self.add_callback(self.card)
         self.signals = SignalCallback(self)  # the last one: it ends the process when all others have done their part
         self.add_callback(self.signals)
         self.get_train_dataloader()  # finds empty sets and sizes that do not fit now, not at train()
@@ -540,15 +544,9 @@ class FixAStepTrainer(Trainer):
         if self.args.should_save:
             prune(checkpoint, self.args.save_total_limit, self.state.best_model_checkpoint)
         self.accelerator.wait_for_everyone()
-        if self.args.push_to_hub:
-            self._push_from_checkpoint(str(checkpoint))
 
     def _get_output_dir(self, trial: Any) -> str:
         return super()._get_output_dir(trial) if self._partial is None else str(self._partial)
-
-    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        if self._partial is None:
-            super()._push_from_checkpoint(checkpoint_folder)
 
     def _save_log_window(self, folder: Path) -> None:
         state = {f"values/{name}": torch.stack(values) for name, values in self._values.items()}
@@ -629,6 +627,40 @@ class FixAStepTrainer(Trainer):
                 group |= new | {"lr": group["lr"] / group["initial_lr"] * new["initial_lr"]}
             self.lr_scheduler.base_lrs = [group["initial_lr"] for group in groups]
             self.lr_scheduler._last_lr = [group["lr"] for group in groups]
+
+    # ---- the Hub
+
+    def init_hf_repo(self, token: str | None = None) -> None:
+        if self.is_world_process_zero():
+            args = self.args
+            args.check_push()
+            where: dict[str, Any] = {"private": args.hub_private_repo, "token": token or args.hub_token}
+            self.hub_model_id = create_repo(str(args.hub_model_id), **where)  # type: ignore[assignment]
+
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        """Describe the saved model for those who get it; evaluates it first."""
+        results = {} if self.eval_dataset is None else self.evaluate(metric_key_prefix="validation")
+        if self.is_world_process_zero():
+            self.card.write(self.card.facts(results))
+
+    def push_to_hub(
+        self,
+        commit_message: str | None = "End of training",
+        blocking: bool = True,
+        token: str | None = None,
+        revision: str | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Save the model, write its card, and push what `cards.ALLOWED` lists; returns when that is done."""
+        self.args.check_push()
+        self.save_model(_internal_call=True)
+        self.create_model_card()
+        if not self.is_world_process_zero():
+            return None
+        return self.card.push(commit_message or "End of training", token=token, revision=revision)
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        """Left to HubCardCallback: the stock way pushes a pickle of all settings, token included."""
 
     # ---- work of the stock Trainer that nobody here asks for, 2 ms a step
 

@@ -23,10 +23,11 @@ from torch import Tensor
 from transformers import AutoImageProcessor, AutoModelForImageClassification, EvalPrediction
 
 from hf_fixastep import Images
+from hf_fixastep.cards import RECIPE
 from hf_fixastep.config import parse, read_yaml
 from hf_fixastep.metrics import classification_metrics
 from hf_fixastep.trainer import views_of
-from recipes.train import RECIPE, DataArguments, load_data
+from recipes.train import DataArguments, load_data
 
 
 @dataclass

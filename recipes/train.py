@@ -5,7 +5,6 @@ accelerate launch recipes/train.py --config recipes/digits/quickstart.yaml [--ke
 
 from __future__ import annotations
 
-import json
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +15,6 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).parents[1])  # else evaluate.py next to this file hides the library of that name
 
 import pandas as pd
-import yaml
 from huggingface_hub.errors import StrictDataclassError
 from rich.console import Console
 from rich.table import Table
@@ -31,15 +29,15 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from hf_fixastep import FixAStepConfig, FixAStepTrainer, load_dataset
+from hf_fixastep import FixAStepConfig, FixAStepTrainer, Images, load_dataset
 from hf_fixastep.callbacks import LOG_NAME
+from hf_fixastep.cards import check_intended_use
 from hf_fixastep.checkpoints import checkpoints, find_checkpoint
 from hf_fixastep.config import parse, read_mapping
+from hf_fixastep.data import DATASETS
+from hf_fixastep.hub import pull
 from hf_fixastep.names import choose
 from hf_fixastep.plots import save_figures
-
-
-RECIPE = "recipe.yaml"
 
 
 @dataclass
@@ -66,10 +64,13 @@ class ModelArguments:
 
 
 def load_data(args: DataArguments) -> Any:
+    return load_dataset(args.dataset, None if args.zeta is None else f"zeta{args.zeta}", **data_settings(args))
+
+
+def data_settings(args: DataArguments) -> dict[str, Any]:
     settings = {"labels_per_class": args.labels_per_class, "data_dir": args.data_dir}
     given = {name: value for name, value in settings.items() if value is not None}
-    given |= {"seed": args.split_seed, **read_mapping("dataset_kwargs", args.dataset_kwargs)}
-    return load_dataset(args.dataset, None if args.zeta is None else f"zeta{args.zeta}", **given)
+    return given | {"seed": args.split_seed, **read_mapping("dataset_kwargs", args.dataset_kwargs)}
 
 
 def load_model(args: ModelArguments, num_labels: int, preset: str) -> tuple[Any, Any]:
@@ -78,13 +79,15 @@ def load_model(args: ModelArguments, num_labels: int, preset: str) -> tuple[Any,
         processor = build_processor(args)
         return AutoModelForImageClassification.from_config(build_config(args, num_labels, preset)), processor
     try:
-        processor = AutoImageProcessor.from_pretrained(args.model)
+        folder = args.model if Path(args.model).is_dir() else pull(args.model)
+        processor = AutoImageProcessor.from_pretrained(folder)
         model = AutoModelForImageClassification.from_pretrained(
-            args.model, num_labels=num_labels, ignore_mismatched_sizes=True
+            folder, num_labels=num_labels, ignore_mismatched_sizes=True
         )
-    except OSError as error:
+    except (OSError, ValueError) as error:
         reason = str(error).splitlines()[0]
         raise ValueError(f"{args.model} is no model type, and no model could be loaded from it: {reason}") from error
+    model.config.name_or_path = args.model
     return model, processor
 
 
@@ -128,10 +131,13 @@ def checkpoint_to_resume(args: FixAStepConfig) -> str | None:
     return None
 
 
-def prepare(argv: list[str]) -> tuple[FixAStepTrainer, Any, dict[str, Any], str | None]:
+def prepare(argv: list[str]) -> tuple[FixAStepTrainer, Any, str | None]:
     """Everything that can be wrong with what the user gave is found in here."""
     data_args, model_args, args, given = parse((DataArguments, ModelArguments, FixAStepConfig), argv)
     checkpoint = checkpoint_to_resume(args)
+    medical = getattr(DATASETS.get(data_args.dataset), "medical", False)
+    if args.push_to_hub:
+        check_intended_use(medical, args.hub_intended_use)
     set_seed(args.seed)
     data = load_data(data_args)
     model, processor = load_model(model_args, data["labeled"].features["label"].num_classes, args.preset)
@@ -143,36 +149,30 @@ def prepare(argv: list[str]) -> tuple[FixAStepTrainer, Any, dict[str, Any], str 
         eval_dataset=data["validation"],
         processing_class=processor,
     )
+    trainer.card.dataset = {"name": data_args.dataset, "config": data["test"].info.config_name, "medical": medical}
+    trainer.card.recipe = given
     if checkpoint is not None:
         trainer.check_checkpoint(checkpoint)
-    return trainer, data, given, checkpoint
+    return trainer, data, checkpoint
 
 
-def finish(trainer: FixAStepTrainer, data: Any, given: dict[str, Any]) -> None:
-    """Test the model and leave it with its numbers and figures in the output folder."""
+def finish(trainer: FixAStepTrainer, data: Any) -> None:
+    """Test the model and leave it with its numbers, figures and card in the output folder."""
     folder = Path(trainer.args.output_dir)
     validation = trainer.evaluate(metric_key_prefix="validation")
-    test = trainer.predict(data["test"], metric_key_prefix="test")
-    trainer.save_model()  # on all processes, which may each hold a shard
+    images = Images.from_dataset(data["test"], trainer.image_size)
+    test = trainer.predict(images, metric_key_prefix="test")
+    trainer.save_model(_internal_call=True)  # on all processes, which may each hold a shard; the push comes last
     if not trainer.is_world_process_zero():
         return
-    log = pd.read_csv(folder / LOG_NAME)
-    metrics = {
-        "loss": trainer.args.loss,
-        "gate": trainer.args.gate,
-        "mix_labeled": trainer.mix_labeled,
-        "steps": trainer.state.global_step,
-        "best_step": trainer.state.best_global_step,
-        "images": {name: len(split) for name, split in data.items()},
-        "gate_open_rate": float(log["gate/open"].mean()) if "gate/open" in log else None,
-        **{name: value for name, value in {**validation, **test.metrics}.items() if not name.endswith("_second")},
-    }
-    (folder / "metrics.json").write_text(json.dumps(metrics, indent=2))
-    (folder / RECIPE).write_text(yaml.safe_dump(given))
+    metrics = trainer.card.facts({**validation, **test.metrics}, {"test": images})
     # All classes, also those that test images of one's own may lack.
     confusion = confusion_matrix(test.label_ids, test.predictions.argmax(-1), labels=range(len(trainer.class_names)))
-    figures = save_figures(log, confusion, trainer.class_names, folder)
+    figures = save_figures(pd.read_csv(folder / LOG_NAME), confusion, trainer.class_names, folder)
+    trainer.card.write(metrics)
     print_table(metrics, folder, figures)
+    if trainer.args.push_to_hub:
+        print(f"Pushed: {trainer.card.push().commit_url}")
 
 
 def print_table(metrics: dict[str, Any], folder: Path, figures: list[Path]) -> None:
@@ -192,14 +192,14 @@ def print_table(metrics: dict[str, Any], folder: Path, figures: list[Path]) -> N
 def main(argv: list[str]) -> None:
     logging.disable_progress_bar()  # of files; the bar of the training stays
     try:
-        trainer, data, given, checkpoint = prepare(argv)
+        trainer, data, checkpoint = prepare(argv)
     except (OSError, ValueError) as error:
         sys.exit(f"error: {error}")
     try:
         trainer.train(resume_from_checkpoint=checkpoint)
-    except OSError as error:  # a full disk, or another run in the same folder
+        finish(trainer, data)
+    except OSError as error:  # a full disk, another run in the same folder, or a push that failed
         sys.exit(f"error: {error}")
-    finish(trainer, data, given)
 
 
 if __name__ == "__main__":

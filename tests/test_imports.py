@@ -24,14 +24,17 @@ ALLOWED = {
     "teacher": {"names"},
     "mixing": {"functional", "names"},
     "losses.base": {"functional", "names"},
-    "config": {"gate", "schedules", "teacher", "names"},
+    "hub": set(),
+    "config": {"gate", "hub", "schedules", "teacher", "names"},
     "checkpoints": {"names"},
-    "callbacks": {"checkpoints", "gate", "schedules", "teacher", "names"},
+    "cards": {"checkpoints", "data", "hub", "models"},
+    "callbacks": {"cards", "checkpoints", "gate", "hub", "losses", "schedules", "teacher", "names"},
     "data.doctor": {"data", "models", "names"},  # a program, which times a step
-    "data": {"names"},
+    "data": {"hub", "names"},
     "models": {"names"},
     "metrics": {"names"},
     "plots": {"names"},
+    "predict": {"data", "hub"},
 }
 
 

@@ -19,6 +19,8 @@ import PIL.Image
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from hf_fixastep.hub import online
+
 
 HOMEPAGE = "https://www.cs.toronto.edu/~kriz/cifar.html"
 SIDE = 32
@@ -339,7 +341,10 @@ def _from_hub(cifar: Cifar) -> Path:
     try:
         return Path(
             huggingface_hub.snapshot_download(
-                cifar.hub, repo_type="dataset", allow_patterns=f"{cifar.hub_folder}/*.parquet"
+                cifar.hub,
+                repo_type="dataset",
+                allow_patterns=f"{cifar.hub_folder}/*.parquet",
+                local_files_only=not online(),
             )
         )
     except Exception as error:  # offline, unreachable, gone, full disk: the way out is the same

@@ -51,14 +51,8 @@ Made by `hf_fixastep.export_dataset`.
 
 ## Licence
 
-{terms} Source: <{homepage}>.
-
-## Citation
-
-```bibtex
-{citation}
-```
-"""
+{terms}{source}
+{citation}"""
 
 
 class Names(list[str]):
@@ -110,6 +104,7 @@ def export_dataset(
     *,
     data_dir: str | os.PathLike[str] | None = None,
     cache_dir: str | os.PathLike[str] | None = None,
+    license: str | None = None,
     **settings: Any,
 ) -> Path:
     """Write a data set as parquet files that `datasets.load_dataset(out_dir, config)` reads without this package.
@@ -120,12 +115,10 @@ def export_dataset(
         name: one of `list_datasets()`, if it may be passed on.
         config: a variant of the data set; the builder's own default if None.
         out_dir: folder to write to, made if it is not there.
+        license: under which you pass on images of your own; that of the others is known.
         data_dir, cache_dir, settings: as in `load_dataset`.
     """
-    builder_class = DATASETS[choose("dataset", name, DATASETS)]
-    if not getattr(builder_class, "shareable", False):
-        terms = getattr(builder_class, "terms", "its builder does not state that it may be passed on.")
-        raise ValueError(f"{name} may not be exported: {terms}")
+    builder_class = check_shareable(name, license)
     builder = _builder(name, config, data_dir, cache_dir, settings)
     out, config = Path(out_dir), builder.config.name
     if (out / config).exists():
@@ -133,7 +126,12 @@ def export_dataset(
     rows = _exported(name, out)
     builder.download_and_prepare()
     data = _without_labels(builder.as_dataset())
+    if license is not None:
+        builder.info.license = license
+        builder.terms = f"Passed on under {license}, as stated by those who exported it."
+        data = {split: _pixels_alone(part) for split, part in data.items()}
     own = {setting: getattr(builder.config, setting) for setting in _own_settings(builder_class)}
+    own = {setting: value for setting, value in own.items() if isinstance(value, (int, float))}  # no paths of here
     rows[config] = own | {split: len(part) for split, part in data.items()}
     out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out, prefix=".partial-") as partial:
@@ -147,6 +145,19 @@ def export_dataset(
     return out
 
 
+def check_shareable(name: str, license: str | None) -> type[datasets.DatasetBuilder]:
+    """The builder of a data set that may be passed on: as it says, or as the user says of images of their own."""
+    builder_class = DATASETS[choose("dataset", name, DATASETS)]
+    shareable, terms = (getattr(builder_class, word, None) for word in ("shareable", "terms"))
+    if shareable and license is not None:
+        raise ValueError(f"The licence of {name} is known, and not yours to choose: leave it out. {terms}")
+    if not shareable and not (license is not None and name == "folders"):
+        terms = terms or "its builder does not state that it may be passed on."
+        advice = " State the licence under which you pass them on." if name == "folders" else ""
+        raise ValueError(f"{name} may not be exported: {terms}{advice}")
+    return builder_class
+
+
 def dataset_card(builder: datasets.DatasetBuilder, rows: dict[str, dict[str, Any]]) -> str:
     """The README.md of an export, with the header that `datasets` and the Hub read.
 
@@ -154,7 +165,7 @@ def dataset_card(builder: datasets.DatasetBuilder, rows: dict[str, dict[str, Any
         rows: settings and sizes of the splits, by config.
     """
     name, info = builder.dataset_name, builder.info
-    rows = {config: rows[config] for config in builder.builder_configs if config in rows}
+    rows = {config: rows[config] for config in builder.builder_configs or rows if config in rows}
     splits = ("labeled", "unlabeled", "validation", "test")
     header = {
         "license": info.license,
@@ -163,7 +174,7 @@ def dataset_card(builder: datasets.DatasetBuilder, rows: dict[str, dict[str, Any
             {
                 "config_name": config,
                 "data_files": [{"split": split, "path": f"{config}/{split}.parquet"} for split in splits],
-                "default": config == builder.DEFAULT_CONFIG_NAME,
+                "default": config == (builder.DEFAULT_CONFIG_NAME or config),
             }
             for config in rows
         ],
@@ -180,8 +191,8 @@ def dataset_card(builder: datasets.DatasetBuilder, rows: dict[str, dict[str, Any
         table=lines,
         default=next(iter(rows)),
         terms=getattr(builder, "terms", ""),
-        homepage=info.homepage,
-        citation=info.citation,
+        source=f" Source: <{info.homepage}>." if info.homepage else "",
+        citation=f"\n## Citation\n\n```bibtex\n{info.citation}\n```\n" if info.citation else "",
     )
 
 
@@ -221,6 +232,18 @@ def _own_settings(builder_class: type[datasets.DatasetBuilder]) -> list[str]:
 
 def _source_hash(builder_class: type[datasets.DatasetBuilder]) -> str:
     return hashlib.sha256(Path(inspect.getfile(builder_class)).read_bytes()).hexdigest()[:16]
+
+
+def _pixels_alone(data: datasets.Dataset) -> datasets.Dataset:
+    """Images and labels without names of files, and without what a camera wrote into them, such as the place."""
+
+    def encode(row: dict[str, Any]) -> dict[str, Any]:
+        image = row["image"].copy()
+        image.info = {}
+        return {"image": image}
+
+    columns = [column for column in data.column_names if column not in ("image", "label")]
+    return data.remove_columns(columns).map(encode, features=data.remove_columns(columns).features)
 
 
 def _without_labels(data: Any) -> Any:
