@@ -19,13 +19,17 @@ from hf_fixastep.names import choose
 from .cifar import Cifar10SixAnimal, Cifar100FiftyClass
 from .digits import DigitsOpenSet
 from .folders import Folders
+from .heart2heart import Camus, Tmed2, Unity
 
 
 DATASETS: dict[str, type[datasets.DatasetBuilder]] = {
+    "camus": Camus,
     "cifar100_fifty_class": Cifar100FiftyClass,
     "cifar10_six_animal": Cifar10SixAnimal,
     "digits_open_set": DigitsOpenSet,
     "folders": Folders,
+    "tmed2": Tmed2,
+    "unity": Unity,
 }
 
 
@@ -69,6 +73,11 @@ def list_datasets() -> list[str]:
     return Names(sorted(DATASETS))
 
 
+def is_medical(name: str) -> bool:
+    """Whether a data set holds images of patients."""
+    return getattr(DATASETS[choose("dataset", name, DATASETS)], "medical", False)
+
+
 def load_dataset(
     name: str,
     config: str | None = None,
@@ -80,6 +89,8 @@ def load_dataset(
     **settings: Any,
 ) -> Any:
     """A `DatasetDict` with the splits labeled, unlabeled, validation and test; only the unlabeled one has no labels.
+
+    Sets that are only for testing, unity and camus, have the split test alone.
 
     Args:
         name: one of `list_datasets()`.
