@@ -37,6 +37,7 @@ SETTINGS = (
     *("per_device_train_batch_size", "unlabeled_ratio", "gradient_accumulation_steps", "max_grad_norm"),
     *("lr_cycle_steps", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps"),
     *("loss_kwargs", "unlabeled_weight", "unlabeled_ramp", "unlabeled_warmup_steps", "divide_by_all_rows"),
+    "class_weights",
     *("gate", "mix_labeled", "mix_alpha", "mix_temperature", "mix_per_batch", "mix_pool"),
     *("batchnorm", "teacher_decay", "flip", "cutout"),
 )

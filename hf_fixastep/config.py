@@ -109,6 +109,7 @@ class FixAStepConfig(TrainingArguments):
     unlabeled_ramp: str = preset_field("How that weight grows: linear, staircase or sigmoid.")
     unlabeled_warmup_steps: float = preset_field("For how long: up to 1 a share of the run, above 1 steps, 0 at once.")
     divide_by_all_rows: bool = preset_field("Divide losses by all rows where the official base code does.")
+    class_weights: str = own_field("none", "In the labeled loss: none, or balanced, inverse to the images per class.")
 
     gate: str = own_field("drop", "drop (the paper), project, layerwise, or off.")
     mix_labeled: bool = own_field(True, "Mix labeled images with unlabeled ones (phase 1).")
@@ -175,6 +176,7 @@ class FixAStepConfig(TrainingArguments):
         choose("batchnorm", self.batchnorm, ("joint", "separate"))
         choose("unlabeled_ramp", self.unlabeled_ramp, RAMPS)
         choose("mix_pool", self.mix_pool, ("batch", "all"))
+        choose("class_weights", self.class_weights, ("none", "balanced"))
         for name in ("mix_alpha", "mix_temperature", "unlabeled_ratio", "per_device_train_batch_size"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} is {getattr(self, name)}, but it has to be positive.")

@@ -44,6 +44,17 @@ def frozen_batchnorm(model: nn.Module) -> Iterator[None]:
             layer.track_running_stats = True
 
 
+def class_weights(counts: Tensor) -> Tensor:
+    """Inverse to the images of each class, with the sum 1."""
+    if len(absent := (counts == 0).nonzero()):
+        raise ValueError(
+            f"Class {int(absent[0])} has no labeled image, so it has no weight: label one, or set class_weights to "
+            "none."
+        )
+    inverse = counts.double().reciprocal()
+    return (inverse / inverse.sum()).float()
+
+
 def sharpen(probabilities: Tensor, temperature: float) -> Tensor:
     """Raise to 1 / temperature and renormalize; below 1 the largest class gains."""
     peak = probabilities.amax(-1, keepdim=True)  # else all powers underflow at low temperatures

@@ -51,7 +51,7 @@ from hf_fixastep.checkpoints import (
 from hf_fixastep.config import FixAStepConfig
 from hf_fixastep.data.streams import Images, PairedLoader, as_is, generator_for
 from hf_fixastep.data.views import VIEWS, Views
-from hf_fixastep.functional import SemiBatch, batchnorm_layers
+from hf_fixastep.functional import SemiBatch, batchnorm_layers, class_weights
 from hf_fixastep.gate import LABELED, UNLABELED, GradientSlots, gradient_slots
 from hf_fixastep.hub import create_repo
 from hf_fixastep.losses import get_loss
@@ -129,6 +129,8 @@ class FixAStepTrainer(Trainer):
         if self.args.device.type == "cpu":
             keep_freed_memory()
         self.loss.to(self.args.device)
+        if args.class_weights == "balanced":
+            self._weigh_classes()
         # Without batch norm joint and separate give the same numbers, and separate is cheaper.
         self.loss.batchnorm = args.batchnorm if batchnorm_layers(self.model) else "separate"
         if args.torch_compile and self.loss.batchnorm == "joint":
@@ -214,6 +216,16 @@ class FixAStepTrainer(Trainer):
         self._fit_classes(model)
         return model
 
+    def _weigh_classes(self) -> None:
+        """By the whole labeled set, and a mean over rows: n processes are one with n times the batch."""
+        counts = torch.bincount(cast(Tensor, self.train_dataset.labels), minlength=len(self.class_names))
+        weights = class_weights(counts)
+        if self.args.divide_by_all_rows:  # the official code: weights of sum 1, and a weighted mean unless mixed
+            self.loss.weighted_mean = not self.mix_labeled
+        else:  # the mean over the labeled images is 1, so that the loss keeps its scale
+            weights *= counts.sum() / (weights * counts).sum()
+        self.loss.class_weights = weights.to(self.args.device)
+
     @property
     def views_needed(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys([*self.loss.views, *(("weak", "weak_2") if self.mix_labeled else ())]))
@@ -298,6 +310,8 @@ class FixAStepTrainer(Trainer):
     def _divided(self, name: str, loss: Any) -> Any:
         """As the official base methods do, where a loss of -1 labels is averaged over the whole batch."""
         if loss is None or self.mix_labeled or not self.args.divide_by_all_rows or self.unlabeled is None:
+            return loss
+        if name == "labeled" and self.loss.weighted_mean:
             return loss
         rows = {"labeled": self.args.train_batch_size, "unlabeled": self.args.unlabeled_batch_size}
         return loss * rows[name] / sum(rows.values()) if name in self.loss.upstream_divides_by_all else loss

@@ -234,6 +234,7 @@ BAD = [  # settings, what the message must say
     ({"batchnorm": "seperate"}, ["batchnorm", "'seperate'", "Did you mean separate?"]),
     ({"unlabeled_ramp": "linaer"}, ["unlabeled_ramp", "'linaer'", "Did you mean linear?"]),
     ({"mix_pool": "bach"}, ["mix_pool", "'bach'", "Did you mean batch?"]),
+    ({"class_weights": "balancd"}, ["class_weights", "'balancd'", "Did you mean balanced?", "none, balanced"]),
     ({"mix_alpha": 0.0}, ["mix_alpha is 0.0", "positive"]),
     ({"mix_alpha": -1.0}, ["mix_alpha is -1.0", "positive"]),
     ({"mix_alpha": float("nan")}, ["mix_alpha is nan", "positive"]),

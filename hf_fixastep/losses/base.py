@@ -35,11 +35,18 @@ class SemiSupervisedLoss(nn.Module):
     # `labeled_part`: the trainer then keeps one graph at a time, and phase 1 guesses from the logits of the views.
     separable = False
     batchnorm = "joint"  # or "separate"; the trainer sets it
+    class_weights: Tensor | None = None  # [K]; the trainer sets it, and the next line
+    weighted_mean = False  # divide by the weights of the batch, as the official base code does, not by its rows
     # Which of the two losses the official base code divides by labeled + unlabeled rows instead of its own.
     upstream_divides_by_all: tuple[str, ...] = ()
 
     def labeled_loss(self, logits: Any, y: Tensor) -> Any:
-        return None if logits is None else F.cross_entropy(logits, y)
+        if logits is None:
+            return None
+        loss = F.cross_entropy(logits, y, weight=self.class_weights)
+        if self.weighted_mean and self.class_weights is not None:
+            return loss / (y @ self.class_weights).mean()
+        return loss
 
     def labeled_part(self, model: nn.Module, batch: SemiBatch) -> Tensor:
         """The labeled loss alone, for a separable loss whose batch norm is separate."""
