@@ -252,11 +252,11 @@ def model_card(
     )
 
 
-def template() -> str:
+def template(name: str = "model_card.md") -> str:
     """From `hub_cards`, which a wheel holds inside the package and a clone beside it."""
     package = Path(__file__).parent
     place = next(f for f in (package / "hub_cards", package.parent / "hub_cards") if f.is_dir())
-    return (place / "model_card.md").read_text(encoding="utf-8")
+    return (place / name).read_text(encoding="utf-8")
 
 
 def header(run: Run, title: str, license: str | None) -> ModelCardData:
@@ -266,7 +266,7 @@ def header(run: Run, title: str, license: str | None) -> ModelCardData:
         EvalResult(
             task_type="image-classification",
             dataset_type=plain(data.get("name", "images")),
-            dataset_name=plain(data.get("name", "images")),
+            dataset_name=plain(data.get("name", "images")) + " (phantom)" * bool(data.get("phantom")),
             dataset_config=plain(data["config"]) if data.get("config") else None,
             dataset_split=split,
             metric_type=metric,
@@ -300,6 +300,10 @@ def summary(run: Run) -> str:
         + (f" with {metrics['parameters']:,} parameters" if "parameters" in metrics else "")
         + (f", started from {escape(shared(metrics['started_from']))}." if metrics.get("started_from") else "."),
     ]
+    if data.get("phantom"):
+        lines.insert(
+            0, "**Phantom data**: a program drew the images. What the model learned says nothing about hearts.\n"
+        )
     if metrics.get("in_progress"):
         lines.append(f"**The training goes on**; this is step {metrics['steps']:,}.")
     return "\n".join(lines)
@@ -410,7 +414,10 @@ def describe_speed(metrics: Mapping[str, Any]) -> str:
 
 def describe_use(run: Run, intended_use: str | None) -> str:
     lines = [f"Meant for: {escape(intended_use, 2000)}"] if intended_use else ["What it is meant for was not stated."]
-    if run.medical:
+    data = run.metrics.get("dataset", {})
+    if data.get("name") == "tmed2" and not data.get("phantom"):
+        lines += [template("view_classifier.md").strip(), "### In general"]
+    elif run.medical:
         lines.append("**Not a medical device.** For research; not for decisions about patients.")
     return "\n\n".join(lines)
 

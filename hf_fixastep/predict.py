@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import PIL.Image
@@ -13,41 +11,9 @@ import torch
 from torch import Tensor
 from transformers import AutoImageProcessor, AutoModelForImageClassification
 
+from hf_fixastep.calibration import Calibration
 from hf_fixastep.data.files import one_line, to_grey_or_rgb
 from hf_fixastep.hub import pull, reason
-
-
-@dataclass(frozen=True)
-class Calibration:
-    """What `calibration` in the config of a model says about its probabilities, chosen on validation images.
-
-    Args:
-        temperature: divides the logits.
-        abstain_below: the model is not sure of an image whose highest probability is below it.
-        coverage: share of the validation images that it was sure of.
-    """
-
-    temperature: float
-    abstain_below: float = 0.0
-    coverage: float = 1.0
-
-    @classmethod
-    def of(cls, config: Any) -> Calibration | None:
-        """None for a model that was not calibrated."""
-        found = getattr(config, "calibration", None)
-        if found is None:
-            return None
-        try:
-            calibration = cls(**{name: float(value) for name, value in found.items()})
-        except (AttributeError, TypeError, ValueError):
-            calibration = cls(math.nan)
-        shares = (calibration.abstain_below, calibration.coverage)
-        if not 0 < calibration.temperature < math.inf or not all(0 <= share <= 1 for share in shares):
-            raise ValueError(
-                f"calibration in the model's config is {one_line(found)}, but expected a temperature above 0, and "
-                "abstain_below and coverage between 0 and 1: correct or remove it."
-            )
-        return calibration
 
 
 def load_classifier(source: str | os.PathLike[str], revision: str | None = None) -> tuple[Any, Any]:

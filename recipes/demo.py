@@ -27,9 +27,10 @@ import PIL.Image
 from torch import Tensor
 from transformers.utils import logging
 
+from hf_fixastep.calibration import Calibration
 from hf_fixastep.config import parse
 from hf_fixastep.data.files import UnreadableImage, read_picture
-from hf_fixastep.predict import Calibration, load_classifier, probabilities
+from hf_fixastep.predict import load_classifier, probabilities
 
 
 ROWS = 10  # classes shown

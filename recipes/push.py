@@ -19,7 +19,7 @@ from huggingface_hub import CommitInfo
 from hf_fixastep.cards import ALLOWED, CARD, Run, prepare_model, push_dataset
 from hf_fixastep.config import parse
 from hf_fixastep.hub import push_files
-from recipes.train import DataArguments, data_settings
+from recipes.train import DataArguments, data_settings, dataset_config
 
 
 @dataclass
@@ -68,7 +68,7 @@ def push_data(argv: list[str]) -> CommitInfo:
     data_args, args, _ = parse((DataArguments, DatasetArguments), argv)
     return push_dataset(
         data_args.dataset,
-        None if data_args.zeta is None else f"zeta{data_args.zeta}",
+        dataset_config(data_args),
         args.hub_dataset_id,
         license=args.hub_license,
         private=args.hub_private_repo,

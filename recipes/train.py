@@ -34,7 +34,8 @@ from hf_fixastep.callbacks import LOG_NAME
 from hf_fixastep.cards import check_intended_use
 from hf_fixastep.checkpoints import checkpoints, find_checkpoint
 from hf_fixastep.config import parse, read_mapping
-from hf_fixastep.data import DATASETS
+from hf_fixastep.data.echo_files import is_phantom
+from hf_fixastep.data.registry import is_medical
 from hf_fixastep.hub import pull
 from hf_fixastep.names import choose
 from hf_fixastep.plots import save_figures
@@ -45,9 +46,10 @@ class DataArguments:
     """Which data to load, by name."""
 
     dataset: str = field(metadata={"help": "A name of hf_fixastep.list_datasets()."})
+    dataset_config: str | None = field(default=None, metadata={"help": "A variant of the data set, such as split0."})
     zeta: int | None = field(default=None, metadata={"help": "Percent of unlabeled classes that are foreign."})
     labels_per_class: int | None = field(default=None, metadata={"help": "Labeled images per class."})
-    split_seed: int = field(default=0, metadata={"help": "Seed of the split into labeled, unlabeled and so on."})
+    split_seed: int | None = field(default=None, metadata={"help": "Seed of the split into labeled, unlabeled, ..."})
     data_dir: str | None = field(default=None, metadata={"help": "Folder of raw files, for data that need them."})
     dataset_kwargs: dict | str | None = field(default=None, metadata={"help": "Whatever else the data set can vary."})
 
@@ -64,13 +66,19 @@ class ModelArguments:
 
 
 def load_data(args: DataArguments) -> Any:
-    return load_dataset(args.dataset, None if args.zeta is None else f"zeta{args.zeta}", **data_settings(args))
+    return load_dataset(args.dataset, dataset_config(args), **data_settings(args))
+
+
+def dataset_config(args: DataArguments) -> str | None:
+    if args.dataset_config is not None and args.zeta is not None:
+        raise ValueError(f"dataset_config is {args.dataset_config} and zeta is {args.zeta}; give one of the two.")
+    return args.dataset_config if args.zeta is None else f"zeta{args.zeta}"
 
 
 def data_settings(args: DataArguments) -> dict[str, Any]:
-    settings = {"labels_per_class": args.labels_per_class, "data_dir": args.data_dir}
+    settings = {"labels_per_class": args.labels_per_class, "seed": args.split_seed, "data_dir": args.data_dir}
     given = {name: value for name, value in settings.items() if value is not None}
-    return given | {"seed": args.split_seed, **read_mapping("dataset_kwargs", args.dataset_kwargs)}
+    return given | read_mapping("dataset_kwargs", args.dataset_kwargs)
 
 
 def load_model(args: ModelArguments, num_labels: int, preset: str) -> tuple[Any, Any]:
@@ -135,7 +143,7 @@ def prepare(argv: list[str]) -> tuple[FixAStepTrainer, Any, str | None]:
     """Everything that can be wrong with what the user gave is found in here."""
     data_args, model_args, args, given = parse((DataArguments, ModelArguments, FixAStepConfig), argv)
     checkpoint = checkpoint_to_resume(args)
-    medical = getattr(DATASETS.get(data_args.dataset), "medical", False)
+    medical = is_medical(data_args.dataset)
     if args.push_to_hub:
         check_intended_use(medical, args.hub_intended_use)
     set_seed(args.seed)
@@ -150,6 +158,7 @@ def prepare(argv: list[str]) -> tuple[FixAStepTrainer, Any, str | None]:
         processing_class=processor,
     )
     trainer.card.dataset = {"name": data_args.dataset, "config": data["test"].info.config_name, "medical": medical}
+    trainer.card.dataset["phantom"] = is_phantom(data_args.data_dir)
     trainer.card.recipe = given
     if checkpoint is not None:
         trainer.check_checkpoint(checkpoint)
@@ -176,9 +185,8 @@ def finish(trainer: FixAStepTrainer, data: Any) -> None:
 
 
 def print_table(metrics: dict[str, Any], folder: Path, figures: list[Path]) -> None:
-    table = Table(
-        "", "value", title=f"{metrics['loss']}, gate {metrics['gate']}, mix_labeled {metrics['mix_labeled']}"
-    )
+    title = f"{metrics['loss']}, gate {metrics['gate']}, mix_labeled {metrics['mix_labeled']}"
+    table = Table("", "value", title="PHANTOM DATA, " * metrics["dataset"]["phantom"] + title)
     images = metrics["images"]
     table.add_row("images", ", ".join(f"{count} {name}" for name, count in images.items()))
     for name in ("validation_accuracy", "test_accuracy", "test_balanced_accuracy", "gate_open_rate"):

@@ -478,6 +478,22 @@ def test_a_push_asks_for_what_a_card_cannot_know(run):
     assert "Research on views." in card
 
 
+def test_the_card_of_a_view_classifier_tells_population_and_failures(run):
+    run.metrics["dataset"] |= {"name": "tmed2", "medical": True, "phantom": False}
+    card = model_card(run, "org/name", "mit", "Sorting archives.")
+    assert "### Out of scope" in card
+    assert card.index("### Known failures") < card.index("### In general") < card.index("Every image gets one")
+
+
+def test_the_card_of_a_phantom_says_so_and_claims_nothing_of_hospitals(run):
+    run.metrics["dataset"] |= {"name": "tmed2", "medical": True, "phantom": True}
+    card = model_card(run, "org/name", "mit", "Trying it out.")
+    assert "**Phantom data**" in card.split("## How to use it")[0]
+    assert "Boston" not in card
+    assert "Not a medical device" in card
+    assert "name: tmed2 (phantom)" in card
+
+
 @pytest.mark.parametrize("name", ["model.safetensors", "metrics.json", "recipe.yaml", "config.json"])
 def test_a_folder_that_is_no_finished_run_is_refused(run, name):
     (run.folder / name).unlink()

@@ -20,7 +20,8 @@ import pytest
 import torch
 from PIL import Image
 
-from hf_fixastep.predict import Calibration, load_classifier
+from hf_fixastep.calibration import Calibration
+from hf_fixastep.predict import load_classifier
 from recipes import demo
 from tests.runs import tiny_processor, tiny_vit
 

@@ -33,8 +33,10 @@ ALLOWED = {
     "data": {"hub", "names"},
     "models": {"names"},
     "metrics": {"names"},
+    "calibration": {"names"},
+    "intervals": {"names"},
     "plots": {"names"},
-    "predict": {"data", "hub"},
+    "predict": {"calibration", "data", "hub"},
 }
 
 

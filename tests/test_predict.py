@@ -11,7 +11,8 @@ from safetensors.torch import load_file
 from transformers import BertConfig, ViTImageProcessor, ViTModel, pipeline
 
 from hf_fixastep import predict
-from hf_fixastep.predict import Calibration, load_classifier, probabilities
+from hf_fixastep.calibration import Calibration
+from hf_fixastep.predict import load_classifier, probabilities
 from tests.runs import tiny_processor, tiny_vit, tiny_wide_resnet
 
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import csv
 import json
 import re
 from pathlib import Path
@@ -14,6 +15,7 @@ from transformers import TrainerCallback, pipeline
 from hf_fixastep import LOSSES, FixAStepConfig, load_dataset
 from hf_fixastep.checkpoints import only_run
 from hf_fixastep.config import parse
+from hf_fixastep.data import phantom
 from recipes import evaluate, train
 
 
@@ -56,6 +58,59 @@ def test_every_recipe_parses_and_gives_its_own_command(path):
     assert args.loss in LOSSES
     assert given["dataset"] == yaml.safe_load(path.read_text())["dataset"]
     assert f"--config {path.relative_to(ROOT)}" in path.read_text()
+
+
+# The official settings for TMED-2: optim, learning rate, weight decay, unlabeled weight, cosine or fixed, steps of the
+# ramp, temperature and alpha of the mixing, by recipe and split.
+HEART2HEART = {
+    "supervised": [
+        ("adam", 0.01, 0, None, "cosine", None, None, None),
+        ("adam", 0.003, 0, None, "cosine", None, None, None),
+        ("adam", 0.003, 0, None, "fixed", None, None, None),
+    ],
+    "pi_model": [
+        ("adam", 0.003, 0, 1, "cosine", 0, 0.5, 0.75),
+        ("adam", 0.003, 0, 1, "cosine", 17000, 0.95, 0.5),
+        ("adam", 0.003, 0, 1, "cosine", 34000, 0.5, 0.5),
+    ],
+    "vat": [
+        ("adam", 0.002, 4e-6, 0.1, "cosine", 17000, 0.5, 0.5),
+        ("adam", 0.002, 4e-6, 3, "fixed", 34000, 0.5, 0.5),
+        ("adam", 0.006, 4e-6, 0.1, "fixed", 0, 0.5, 0.5),
+    ],
+    "fixmatch": [
+        ("sgd", 0.1, 5e-4, 0.5, "cosine", 0, 0.95, 0.75),
+        ("sgd", 0.1, 5e-4, 0.5, "fixed", 0, 0.95, 0.75),
+        ("sgd", 0.1, 5e-4, 1, "cosine", 0, 0.5, 0.5),
+    ],
+}
+
+
+@pytest.mark.parametrize("split", range(3))
+@pytest.mark.parametrize("name", HEART2HEART)
+def test_the_recipes_of_heart2heart_have_the_official_settings_of_every_split(name, split):
+    path = ROOT / f"recipes/heart2heart/{name}.yaml"
+    more = re.findall(rf"^# Split {split}: add  (.*)$", path.read_text(), re.M)
+    assert len(more) == (split > 0)
+    types = (train.DataArguments, train.ModelArguments, FixAStepConfig)
+    data, model, args, _ = parse(types, ["--config", str(path), *" ".join(more).split()])
+    schedule = "cosine" if args.lr_cycle_steps == 1 else "fixed" if args.lr_cycle_steps == 0 else "other"
+    found = (args.optim, args.learning_rate, args.weight_decay, args.unlabeled_weight, schedule)
+    found += (args.unlabeled_warmup_steps, args.mix_temperature, args.mix_alpha)
+    wanted = HEART2HEART[name][split]
+    assert tuple(value for value, known in zip(found, wanted, strict=True) if known is not None) == tuple(
+        value for value in wanted if value is not None
+    )
+    epoch = {0: 1561, 1: 1660, 2: 1427}[split] // 64  # labeled images, in batches
+    assert (args.max_steps, args.eval_steps, args.save_steps) == (1000 * epoch, 8 * epoch, 8 * epoch)
+    assert (data.dataset, data.dataset_config, args.class_weights) == ("tmed2", f"split{split}", "balanced")
+    assert (args.per_device_train_batch_size, args.teacher_decay, args.flip) == (64, 0.999, True)
+    assert args.unlabeled_batch_size == (320 if name == "fixmatch" else 64)
+    assert args.metric_for_best_model == "balanced_accuracy"
+    assert args.output_dir == f"runs/heart2heart-{name}-{split}"
+    network = train.build_config(model, 4, "paper")
+    assert (network.depth, network.width, network.num_stages, network.image_size) == (28, 2, 4, 112)
+    assert not train.build_processor(model).do_normalize
 
 
 def test_every_loss_has_a_digits_recipe():
@@ -120,6 +175,7 @@ def test_a_finished_run_is_not_written_over(run):
         (["--loss_kwargs", "{treshold: 0.9}"], "Unknown argument of fixmatch 'treshold'. Did you mean threshold?"),
         (["--dataset", "digit_open_set"], "Unknown dataset 'digit_open_set'. Did you mean digits_open_set?"),
         (["--zeta", "51"], "Unknown config of digits_open_set 'zeta51'. Did you mean"),
+        (["--dataset_config", "zeta25"], "dataset_config is zeta25 and zeta is 50; give one of the two."),
         (["--labels_per_class", "500"], "labels_per_class is 500"),
         (["--dataset", "cifar10_six_animal", "--data_dir", "nowhere"], "There is no folder nowhere"),
         (["--max_steps", "many"], "Argument --max_steps"),
@@ -209,6 +265,26 @@ def test_folders_train_by_name(tmp_path):
     metrics = json.loads((tmp_path / "run/metrics.json").read_text())
     assert metrics["images"]["unlabeled"] == 20
     assert "test_recall_digit_3" in metrics
+
+
+def test_phantom_hearts_train_by_the_split_and_are_called_phantom(tmp_path, capsys):
+    root = tmp_path / "tmed2"
+    phantom.write_tmed2(root, phantom.SMALLEST, np.random.default_rng(0))
+    (root / phantom.MARKER).write_text("synthetic")
+    more = ["--data_dir", str(root), "--dataset_config", "split1", "--per_device_train_batch_size", "4"]
+    train.main(arguments("heart2heart/phantom_fixmatch.yaml", tmp_path / "run", *more))
+    metrics = json.loads((tmp_path / "run/metrics.json").read_text())
+    assert metrics["dataset"]["phantom"]
+    assert {"test_recall_PLAX", "test_recall_PSAX", "test_recall_A4C", "test_recall_A2C"} <= metrics.keys()
+    assert "PHANTOM DATA, fixmatch" in capsys.readouterr().out
+    with (root / "DEV56/TMED2_fold1_labeledpart.csv").open() as file:
+        rows = [row for row in csv.DictReader(file) if row["view_label"] in ("PLAX", "PSAX", "A4C", "A2C")]
+    for part, split in (("train", "labeled"), ("val", "validation"), ("test", "test")):
+        assert metrics["images"][split] == sum(row["view_classifier_split"] == part for row in rows)
+
+
+def test_other_data_are_not_called_phantom(run):
+    assert not json.loads((run / "metrics.json").read_text())["dataset"]["phantom"]
 
 
 def test_test_images_need_not_show_every_class(tmp_path, monkeypatch):

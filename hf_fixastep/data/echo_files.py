@@ -32,6 +32,7 @@ from .files import FORMATS, Source, UnreadableImage, one_line, printable, reason
 
 
 SIDE = 112  # of the images of TMED-2
+MARKER = "PHANTOM.txt"
 LIMIT = 2**29  # bytes of one file, packed or not; the largest of the three sets have a tenth of it
 META_TYPES = {"MET_UCHAR": "u1", "MET_USHORT": "u2", "MET_UINT": "u4", "MET_FLOAT": "f4"}
 META_TYPES |= {"MET_CHAR": "i1", "MET_SHORT": "i2", "MET_INT": "i4", "MET_DOUBLE": "f8"}
@@ -139,6 +140,11 @@ def _walk(folder: str) -> Iterator[tuple[str, os.stat_result | None]]:
 
 def _is_hidden(name: str) -> bool:
     return any(part.startswith(".") or part == "__MACOSX" for part in name.split("/"))
+
+
+def is_phantom(folder: str | os.PathLike[str] | None) -> bool:
+    """Whether the data in a folder are a phantom, drawn by `phantom.py`."""
+    return folder is not None and (Path(folder) / MARKER).is_file()
 
 
 # Pixels

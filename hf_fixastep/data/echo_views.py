@@ -21,7 +21,7 @@ import pandas as pd
 import PIL.Image
 
 from . import echo_files
-from .echo_files import Tree, count_pixels, fit, read_grey
+from .echo_files import Tree, count_pixels, fit, is_phantom, read_grey
 from .files import Picture, Source, UnreadableImage, encode, one_line, printable, read_column
 from .folders import REPORT
 
@@ -95,7 +95,7 @@ class EchoViews(datasets.GeneratorBasedBuilder):
             "patient": datasets.Value("string"),
         }
         return datasets.DatasetInfo(
-            description=inspect.cleandoc(self.__doc__ or ""),
+            description="PHANTOM DATA. " * is_phantom(self.config.data_dir) + inspect.cleandoc(self.__doc__ or ""),
             homepage=self.homepage,
             license=self.terms,
             citation=(self.citation + HEART2HEART).strip(),

@@ -24,10 +24,11 @@ import PIL.Image
 from numpy.typing import NDArray
 from rich.console import Console
 
+from .echo_files import MARKER
+
 
 Floats = NDArray[np.floating]
 
-MARKER = "PHANTOM.txt"
 NOTICE = """PHANTOM DATA. These images are synthetic: drawn by hf_fixastep.data.phantom, of no patient.
 Files and folders are laid out as in {name}, but nothing here comes from it. Results on these images say nothing about
 hearts, hospitals or the published benchmark.
@@ -449,11 +450,6 @@ def write_phantom(out: str | os.PathLike[str], patients: int = 100, seed: int = 
         "camus": (count := write_camus(roots, max(5, patients // 3), generators[2])),
         "camus_nifti": count,
     }
-
-
-def is_phantom(folder: str | os.PathLike[str] | None) -> bool:
-    """Whether the data in a folder were written here."""
-    return folder is not None and (Path(folder) / MARKER).is_file()
 
 
 def write_tmed2(root: Path, patients: int, random: np.random.Generator) -> int:

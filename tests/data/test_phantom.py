@@ -16,7 +16,7 @@ import pytest
 from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import balanced_accuracy_score
 
-from hf_fixastep.data import phantom
+from hf_fixastep.data import echo_files, load_dataset, phantom
 
 
 PATIENTS, SEED = 6, 3
@@ -74,9 +74,9 @@ def test_every_set_says_that_it_is_a_phantom(out: Path) -> None:
     assert sorted(path.name for path in out.iterdir()) == ["camus", "camus_nifti", "tmed2", "unity"]
     for root in out.iterdir():
         assert "synthetic" in (root / "PHANTOM.txt").read_text()
-        assert phantom.is_phantom(root)
-    assert not phantom.is_phantom(out)
-    assert not phantom.is_phantom(None)
+        assert echo_files.is_phantom(root)
+    assert not echo_files.is_phantom(out)
+    assert not echo_files.is_phantom(None)
 
 
 # ---- TMED-2
@@ -342,3 +342,9 @@ def test_too_few_patients_and_a_negative_seed_are_refused(tmp_path: Path, settin
     with pytest.raises(ValueError, match=sentence):
         phantom.write_phantom(tmp_path / "out", **settings)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_data_set_of_phantoms_says_so(out: Path, tmp_path: Path) -> None:
+    for name in ("unity", "camus"):
+        data = load_dataset(name, data_dir=out / name, cache_dir=tmp_path)
+        assert data["test"].info.description.startswith("PHANTOM DATA. ")
