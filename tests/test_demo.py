@@ -270,7 +270,10 @@ def test_an_uploaded_image_is_classified(page, picture, classifier, tmp_path):
     answer = page.classify(page.upload(picture))
     image, result = answer["output"]["data"]
     (tmp_path / "same.png").write_bytes(picture)
-    assert result == demo.classify(*classifier, str(tmp_path / "same.png"))[1]
+    expected = demo.classify(*classifier, str(tmp_path / "same.png"))[1]
+    number = re.compile(r"\d+\.\d+")  # of another thread, which may round a last digit otherwise
+    assert number.sub("", result) == number.sub("", expected)
+    assert [*map(float, number.findall(result))] == pytest.approx([*map(float, number.findall(expected))], abs=0.11)
     status, sent = page.get(f"gradio_api/file={image['path']}")
     assert status == 200
     assert Image.open(io.BytesIO(sent)).size == (360, 360)
