@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from hf_fixastep.losses import LOSSES, get_loss
     from hf_fixastep.losses.base import Losses, SemiSupervisedLoss
     from hf_fixastep.models import WideResNetConfig, WideResNetForImageClassification
+    from hf_fixastep.procedures import PROCEDURES, get_procedure, run_procedure
     from hf_fixastep.trainer import FixAStepTrainer
 
 # Where each public name lives; imported when first asked for, so that `import hf_fixastep` stays quick.
@@ -27,18 +28,22 @@ _HOMES = {
     "Images": "data.streams",
     "LOSSES": "losses",
     "Losses": "losses.base",
+    "PROCEDURES": "procedures",
     "SemiSupervisedLoss": "losses.base",
     "Views": "data.views",
     "WideResNetConfig": "models",
     "WideResNetForImageClassification": "models",
     "export_dataset": "data.registry",
     "get_loss": "losses",
+    "get_procedure": "procedures",
     "list_datasets": "data.registry",
     "load_dataset": "data.registry",
+    "run_procedure": "procedures",
 }
 
 __all__ = [
     "LOSSES",
+    "PROCEDURES",
     "FixAStepConfig",
     "FixAStepTrainer",
     "GradientSlots",
@@ -50,8 +55,10 @@ __all__ = [
     "WideResNetForImageClassification",
     "export_dataset",
     "get_loss",
+    "get_procedure",
     "list_datasets",
     "load_dataset",
+    "run_procedure",
 ]
 
 register()

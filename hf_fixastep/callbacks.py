@@ -158,6 +158,7 @@ class HubCardCallback(TrainerCallback):
         labels = {name: images.labels for name, images in splits.items() if f"{name}_accuracy" in results}
         support = {name: labels[name].bincount(minlength=len(trainer.class_names)).tolist() for name in labels}
         return {
+            "procedure": trainer.args.procedure,
             "loss": losses.get(type(trainer.loss), type(trainer.loss).__name__),
             "gate": trainer.args.gate,
             "mix_labeled": trainer.mix_labeled,

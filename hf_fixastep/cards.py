@@ -46,6 +46,13 @@ METHODS = {
     "vat": "virtual adversarial training",
     "mixmatch": "MixMatch",
     "fixmatch": "FixMatch",
+    "uasd": "UASD",
+    "ds3l": "DS3L",
+    "mtcf": "MTCF",
+    "openmatch": "OpenMatch",
+    "toor": "TOOR",
+    "curriculum_labeling": "Curriculum Labeling",
+    "safe_student": "Safe-Student",
 }
 FIX_A_STEP = """@inproceedings{huang2023fixastep,
   title = {Fix-A-Step: Semi-supervised Learning From Uncurated Unlabeled Data},
@@ -54,6 +61,51 @@ FIX_A_STEP = """@inproceedings{huang2023fixastep,
   year = {2023}
 }"""
 CITATIONS = {
+    "uasd": """@inproceedings{chen2020mismatch,
+  title = {Semi-Supervised Learning under Class Distribution Mismatch},
+  author = {Chen, Yanbei and Zhu, Xiatian and Li, Wei and Gong, Shaogang},
+  booktitle = {AAAI Conference on Artificial Intelligence},
+  year = {2020}
+}""",
+    "ds3l": """@inproceedings{guo2020safe,
+  title = {Safe Deep Semi-Supervised Learning for Unseen-Class Unlabeled Data},
+  author = {Guo, Lan-Zhe and Zhang, Zhen-Yu and Jiang, Yuan and Li, Yu-Feng and Zhou, Zhi-Hua},
+  booktitle = {International Conference on Machine Learning},
+  year = {2020}
+}""",
+    "mtcf": """@inproceedings{yu2020multitask,
+  title = {Multi-Task Curriculum Framework for Open-Set Semi-Supervised Learning},
+  author = {Yu, Qing and Ikami, Daiki and Irie, Go and Aizawa, Kiyoharu},
+  booktitle = {European Conference on Computer Vision},
+  year = {2020}
+}""",
+    "openmatch": """@inproceedings{saito2021openmatch,
+  title = {OpenMatch: Open-Set Semi-supervised Learning with Open-set Consistency Regularization},
+  author = {Saito, Kuniaki and Kim, Donghyun and Saenko, Kate},
+  booktitle = {Advances in Neural Information Processing Systems},
+  year = {2021},
+  note = {arXiv:2105.14148}
+}""",
+    "toor": """@article{huang2022recycling,
+  title = {They Are Not Completely Useless: Towards Recycling Transferable Unlabeled Data for Class-Mismatched
+           Semi-Supervised Learning},
+  author = {Huang, Zhuo and Yang, Jian and Gong, Chen},
+  journal = {IEEE Transactions on Multimedia},
+  year = {2022},
+  note = {arXiv:2011.13529}
+}""",
+    "curriculum_labeling": """@inproceedings{cascante2021curriculum,
+  title = {Curriculum Labeling: Revisiting Pseudo-Labeling for Semi-Supervised Learning},
+  author = {Cascante-Bonilla, Paola and Tan, Fuwen and Qi, Yanjun and Ordonez, Vicente},
+  booktitle = {AAAI Conference on Artificial Intelligence},
+  year = {2021}
+}""",
+    "safe_student": """@inproceedings{he2022safestudent,
+  title = {Safe-Student for Safe Deep Semi-Supervised Learning with Unseen-Class Unlabeled Data},
+  author = {He, Rundong and Han, Zhongyi and Lu, Xiankai and Yin, Yilong},
+  booktitle = {IEEE/CVF Conference on Computer Vision and Pattern Recognition},
+  year = {2022}
+}""",
     "pi_model": """@inproceedings{laine2017temporal,
   title = {Temporal Ensembling for Semi-Supervised Learning},
   author = {Laine, Samuli and Aila, Timo},
@@ -248,7 +300,9 @@ def model_card(
         intended_use=describe_use(run, intended_use),
         limits="\n".join(limits(run)),
         license=NO_LICENSE if license is None else escape(license),
-        citations="\n\n".join(filter(None, [FIX_A_STEP, CITATIONS.get(run.metrics["loss"])])),
+        citations="\n\n".join(
+            filter(None, [FIX_A_STEP, CITATIONS.get(run.metrics.get("procedure") or run.metrics["loss"])])
+        ),
     )
 
 
@@ -310,7 +364,8 @@ def summary(run: Run) -> str:
 
 
 def method(metrics: Mapping[str, Any]) -> str:
-    base = METHODS.get(metrics["loss"]) or escape(metrics["loss"])
+    name = metrics.get("procedure") or metrics["loss"]
+    base = METHODS.get(name) or escape(name)
     gate, mixing = metrics["gate"] != "off", metrics["mix_labeled"]
     if metrics["loss"] == "supervised" or not (gate or mixing):
         return base

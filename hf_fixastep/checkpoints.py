@@ -39,7 +39,7 @@ SETTINGS = (
     *("loss_kwargs", "unlabeled_weight", "unlabeled_ramp", "unlabeled_warmup_steps", "divide_by_all_rows"),
     "class_weights",
     *("gate", "mix_labeled", "mix_alpha", "mix_temperature", "mix_per_batch", "mix_pool"),
-    *("batchnorm", "teacher_decay", "flip", "cutout"),
+    *("batchnorm", "teacher_decay", "trainable", "lora_rank", "labeled_view", "flip", "cutout"),
 )
 
 

@@ -25,6 +25,7 @@ from hf_fixastep.schedules import RAMPS
 
 logger = logging.getLogger(__name__)
 
+TRAINABLE = ("all", "head_and_norms", "lora")
 SGD: dict[str, Any] = {
     "optim": "sgd",
     "optim_args": "momentum=0.9,nesterov=true",
@@ -32,6 +33,16 @@ SGD: dict[str, Any] = {
     "weight_decay": 5e-4,
 }
 ADAM: dict[str, Any] = {"optim": "adam", "optim_args": None, "learning_rate": 2e-3, "weight_decay": 4e-5}
+# Rivals in the line of Oliver et al., 2018, arXiv 1804.09170: no weight decay, a slow sigmoid ramp. The official codes
+# multiply the learning rate by 0.2 near the end.
+OLIVER: dict[str, Any] = {
+    **ADAM,
+    "learning_rate": 3e-4,
+    "weight_decay": 0.0,
+    "unlabeled_ramp": "sigmoid",
+    "unlabeled_warmup_steps": 200000.0,
+    "lr_cycle_steps": 0.0,
+}
 
 # "paper" is the default and what to use for new work; "upstream" is what the official code executes, for comparison
 # with published figures. Entries of the loss go before those of "any"; loss by loss upstream goes before paper.
@@ -44,6 +55,8 @@ PRESETS: dict[str, dict[str, dict[str, Any]]] = {
             "unlabeled_ramp": "linear",
             "unlabeled_warmup_steps": 0.4,
             "lr_cycle_steps": 1.0,
+            "lr_scheduler_type": "constant",
+            "labeled_view": "weak",
             "mix_per_batch": False,
             "divide_by_all_rows": False,
             "cutout": 0.5,
@@ -54,6 +67,27 @@ PRESETS: dict[str, dict[str, dict[str, Any]]] = {
         "vat": {**ADAM, "unlabeled_weight": 0.3, "lr_cycle_steps": 0.0},
         "mixmatch": {**ADAM, "unlabeled_weight": 75.0, "unlabeled_warmup_steps": 1.0, "lr_cycle_steps": 0.0},
         "fixmatch": {"unlabeled_ratio": 7.0, "unlabeled_warmup_steps": 0.0},
+        "uasd": {**OLIVER, "learning_rate": 1e-3},
+        "ds3l": {**OLIVER, "unlabeled_weight": 10.0},
+        "mtcf": {
+            **ADAM,
+            "optim": "adamw_torch",
+            "weight_decay": 2e-2,
+            "unlabeled_weight": 75.0,
+            "unlabeled_warmup_steps": 0.0,
+            "lr_cycle_steps": 0.0,
+        },
+        "openmatch": {"unlabeled_ratio": 2.0, "unlabeled_warmup_steps": 0.0},
+        "toor": {**OLIVER, "unlabeled_warmup_steps": 0.0},
+        # Procedures: entries of theirs go before those of the loss. Their batches are 512 and 256 + 256 images.
+        "curriculum_labeling": {
+            **SGD,
+            "learning_rate": 0.1,
+            "lr_cycle_steps": 0.0,
+            "lr_scheduler_type": "cosine",
+            "labeled_view": "strong",
+        },
+        "safe_student": {**SGD, "learning_rate": 0.128, "unlabeled_warmup_steps": 0.0, "labeled_view": "strong"},
     },
     "upstream": {
         "any": {
@@ -76,13 +110,13 @@ PRESETS: dict[str, dict[str, dict[str, Any]]] = {
 }
 
 
-def preset(name: str, loss: str) -> dict[str, Any]:
+def preset(name: str, loss: str, procedure: str | None = None) -> dict[str, Any]:
     """All settings of a preset for one loss; `upstream` states only where it departs from `paper`."""
     settings: dict[str, Any] = {}
     names = ["paper"] if name == "paper" else ["paper", name]
-    for key in ("any", loss):
+    for key in ("any", loss, procedure):
         for layer in names:
-            settings |= PRESETS[layer].get(key, {})
+            settings |= PRESETS[layer].get(str(key), {})
     return copy.deepcopy(settings)
 
 
@@ -99,11 +133,13 @@ def own_field(default: Any, text: str) -> Any:
 class FixAStepConfig(TrainingArguments):
     """Training arguments of Fix-A-Step; everything else is inherited. A preset fills what is not given."""
 
-    _VALID_DICT_FIELDS = [*TrainingArguments._VALID_DICT_FIELDS, "loss_kwargs"]
+    _VALID_DICT_FIELDS = [*TrainingArguments._VALID_DICT_FIELDS, "loss_kwargs", "procedure_kwargs"]
 
     preset: str = own_field("paper", "paper, or upstream: what the official code executes.")
     loss: str = own_field("fixmatch", "Base loss, a key of LOSSES.")
     loss_kwargs: dict | str | None = preset_field("Arguments of the base loss, as JSON on the command line.")
+    procedure: str | None = own_field(None, "Several trainings with the loss instead of one, a key of PROCEDURES.")
+    procedure_kwargs: dict | str | None = own_field(None, "Arguments of the procedure, as JSON on the command line.")
     unlabeled_ratio: float = preset_field("Unlabeled images per labeled image.")
     unlabeled_weight: float = preset_field("Final weight of the unlabeled loss.")
     unlabeled_ramp: str = preset_field("How that weight grows: linear, staircase or sigmoid.")
@@ -120,6 +156,9 @@ class FixAStepConfig(TrainingArguments):
 
     batchnorm: str = own_field("joint", "joint: one forward over all rows. separate: one each, cheaper.")
     teacher_decay: float = own_field(0.999, "Decay of the averaged model, which is evaluated and saved.")
+    trainable: str = own_field("all", "What of the model is trained: all, head_and_norms, or lora (needs peft).")
+    lora_rank: int = own_field(8, "Rank of the changes that lora trains.")
+    labeled_view: str = preset_field("Augmentation of labeled images: weak or strong.")
     flip: bool = own_field(True, "Horizontal flips in all views; switch off for digits.")
     cutout: float = preset_field("Box of the strong view: below 1 a share of the side, otherwise pixels.")
     cpu_threads: int | None = own_field(None, "Threads on a CPU; 1 is best for tiny networks. If not given, torch's.")
@@ -132,7 +171,7 @@ class FixAStepConfig(TrainingArguments):
     optim: str = preset_field("sgd, adam (coupled weight decay, on everything), or another of the Trainer's.")
     learning_rate: float = preset_field("The initial learning rate.")
     weight_decay: float = preset_field("Weight decay; but for adam not on norm layers and biases.")
-    lr_scheduler_type: str = own_field("constant", "Used where lr_cycle_steps is 0.")
+    lr_scheduler_type: str = preset_field("Used where lr_cycle_steps is 0.")
     per_device_train_batch_size: int = own_field(64, "Labeled images per step and process.")
     per_device_eval_batch_size: int = own_field(512, "Images per evaluation step and process.")
     max_grad_norm: float = own_field(0.0, "Clip the gated gradient to this norm; 0 is off, as in the paper.")
@@ -160,8 +199,9 @@ class FixAStepConfig(TrainingArguments):
         self._check()
 
     def _fill_from_preset(self) -> None:
-        settings = preset(choose("preset", self.preset, PRESETS), self.loss)
+        settings = preset(choose("preset", self.preset, PRESETS), self.loss, self.procedure)
         self.loss_kwargs = settings.pop("loss_kwargs", {}) | read_mapping("loss_kwargs", self.loss_kwargs)
+        self.procedure_kwargs = read_mapping("procedure_kwargs", self.procedure_kwargs)
         if self.optim not in (None, settings["optim"]):  # the preset speaks of another optimizer
             settings |= {"optim_args": None, "learning_rate": None, "weight_decay": None}
             settings |= {"sgd": SGD, "adam": ADAM}.get(self.optim, {})
@@ -177,7 +217,9 @@ class FixAStepConfig(TrainingArguments):
         choose("unlabeled_ramp", self.unlabeled_ramp, RAMPS)
         choose("mix_pool", self.mix_pool, ("batch", "all"))
         choose("class_weights", self.class_weights, ("none", "balanced"))
-        for name in ("mix_alpha", "mix_temperature", "unlabeled_ratio", "per_device_train_batch_size"):
+        choose("labeled_view", self.labeled_view, ("weak", "strong"))
+        choose("trainable", self.trainable, TRAINABLE)
+        for name in ("lora_rank", "mix_alpha", "mix_temperature", "unlabeled_ratio", "per_device_train_batch_size"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} is {getattr(self, name)}, but it has to be positive.")
         for name in ("unlabeled_weight", "unlabeled_warmup_steps", "lr_cycle_steps", "cutout"):

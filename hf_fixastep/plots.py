@@ -5,7 +5,7 @@ A log is a data frame with one row per logging step, `pandas.DataFrame(trainer.s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -114,6 +114,24 @@ def plot_confusion(confusion: ArrayLike, class_names: Sequence[str]) -> Figure:
     bar = figure.colorbar(picture, fraction=0.03, label="Share of the true class")
     bar.ax.yaxis.set_major_formatter(percent)
     bar.outline.set_visible(False)
+    return figure
+
+
+def plot_risk_coverage(curves: Mapping[str, tuple[ArrayLike, ArrayLike]]) -> Figure:
+    """Share of wrong answers over the share of images answered, those of the highest scores first.
+
+    Args:
+        curves: coverage and risk, by what the legend says.
+    """
+    figure = Figure((WIDTH, 4.0), facecolor="white", layout="constrained")
+    axes = figure.add_subplot()
+    tidy(axes)
+    for (name, (coverage, risk)), colour in zip(curves.items(), (BLUE, ORANGE, GREEN, BLACK), strict=False):
+        axes.plot(coverage, risk, color=colour, linewidth=1.8, label=name, drawstyle="steps-pre")
+    axes.set(xlabel="Share of images answered", ylabel="Share of wrong answers", xlim=(0, 1), ylim=(0, None))
+    axes.xaxis.set_major_formatter(percent)
+    axes.yaxis.set_major_formatter(percent)
+    legend_above(axes)
     return figure
 
 

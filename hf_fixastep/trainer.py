@@ -60,9 +60,11 @@ from hf_fixastep.metrics import classification_metrics
 from hf_fixastep.mixing import mix_labeled
 from hf_fixastep.schedules import cosine_7_16, ramp_length
 from hf_fixastep.teacher import Teacher, load_whole, reshard, whole_parameters
+from hf_fixastep.trainable import limit_training, plain_state, with_lora
 
 
 RAW_WEIGHTS = "training_weights.safetensors"  # what the optimizer updates; model.safetensors holds the average
+LORA_STATE = "lora.safetensors"  # the average as it is trained; model.safetensors has the changes added in
 LOSS_STATE = "loss.safetensors"  # parameters and buffers of a loss that has any
 LOG_WINDOW = "log_window_{}.safetensors"  # what each process has seen since the last log
 
@@ -111,8 +113,10 @@ class FixAStepTrainer(Trainer):
             eval_dataset = {name: self._labeled_images(split) for name, split in eval_dataset.items()}
         elif eval_dataset is not None:
             eval_dataset = self._labeled_images(eval_dataset)
+        self.validation_rows = len(eval_dataset) if isinstance(eval_dataset, Images) else 0
         if model is not None:
             self._fit_classes(model)
+            limit_training(model, args.trainable, len(self.class_names), args.lora_rank)
         kwargs.setdefault("compute_metrics", classification_metrics(self.class_names))
         super().__init__(
             model=model,
@@ -123,12 +127,13 @@ class FixAStepTrainer(Trainer):
             processing_class=processing_class,
             **kwargs,
         )
+        if model is not None:
+            self._prepare_loss(model)
         self._check_launch()
         if args.cpu_threads is not None:
             torch.set_num_threads(args.cpu_threads)
         if self.args.device.type == "cpu":
             keep_freed_memory()
-        self.loss.to(self.args.device)
         if args.class_weights == "balanced":
             self._weigh_classes()
         # Without batch norm joint and separate give the same numbers, and separate is cheaper.
@@ -214,6 +219,8 @@ class FixAStepTrainer(Trainer):
     def call_model_init(self, trial: Any = None) -> Any:
         model = super().call_model_init(trial)
         self._fit_classes(model)
+        limit_training(model, self.args.trainable, len(self.class_names), self.args.lora_rank)
+        self._prepare_loss(model)
         return model
 
     def _weigh_classes(self) -> None:
@@ -225,6 +232,18 @@ class FixAStepTrainer(Trainer):
         else:  # the mean over the labeled images is 1, so that the loss keeps its scale
             weights *= counts.sum() / (weights * counts).sum()
         self.loss.class_weights = weights.to(self.args.device)
+
+    def _prepare_loss(self, model: nn.Module) -> None:
+        """Give a new training's loss its layers and state; the seed is set by now, the optimizer not made."""
+        self.loss.prepare(
+            model,
+            num_labels=len(self.class_names),
+            unlabeled_rows=0 if self.unlabeled is None else len(self.unlabeled),
+            validation_rows=self.validation_rows,
+        )
+        self.loss.to(self.args.device)
+        if self.loss.class_weights is not None:  # an argument, not a state, so not a buffer
+            self.loss.class_weights = self.loss.class_weights.to(self.args.device)
 
     @property
     def views_needed(self) -> tuple[str, ...]:
@@ -274,9 +293,11 @@ class FixAStepTrainer(Trainer):
 
         # Not F.one_hot, which on a CPU looks at the labels.
         y = torch.eye(self.model.config.num_labels, device=inputs["labels"].device)[inputs["labels"]]
-        batch = SemiBatch(self.views.weak(inputs["pixel_values"], generator("labeled")), y, {})
+        x = self.views((args.labeled_view,), inputs["pixel_values"], generator("labeled"))[args.labeled_view]
+        batch = SemiBatch(x, y, {}, generator=generator("loss", args.device))
         if self.unlabeled is not None:
-            batch.index, batch.generator = inputs["unlabeled_index"], generator("loss", args.device)
+            batch.index = inputs["unlabeled_index"]
+            batch.step, batch.weight = self.state.global_step, self.unlabeled_weight
             batch.views = self.views(self.loss.views, inputs["unlabeled"], generator("unlabeled"))
         if self.mix_labeled:
             pool = inputs["unlabeled"][: None if args.mix_pool == "all" else len(y)]
@@ -378,7 +399,7 @@ class FixAStepTrainer(Trainer):
             self._record({"nonfinite/unlabeled": gate.unlabeled_nonfinite})
         self._record({"nonfinite/labeled": gate.labeled_nonfinite})
         if self.args.world_size > 1:
-            average_buffers([*self.core_model.buffers(), *self.loss.buffers()])
+            average_buffers([*self.core_model.buffers(), *(self.loss.buffers() if self.loss.average_buffers else ())])
         restore_buffers(self.core_model, self.teacher.model)  # type: ignore[union-attr]
 
     # ---- logs
@@ -424,7 +445,7 @@ class FixAStepTrainer(Trainer):
             kwargs = {"lr": args.learning_rate, "betas": betas, "eps": args.adam_epsilon}
             return torch.optim.Adam, {**kwargs, "fused": fused}
         kind, kwargs = Trainer.get_optimizer_cls_and_kwargs(args, model)
-        return kind, {**kwargs, "fused": fused} if kind is torch.optim.SGD else kwargs
+        return kind, {**kwargs, "fused": fused} if kind in (torch.optim.SGD, torch.optim.AdamW) else kwargs
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
         """All but norm layers and biases; all for Adam, whose decay in this field is plain L2."""
@@ -433,8 +454,13 @@ class FixAStepTrainer(Trainer):
     def create_optimizer(self, model: Any = None) -> Any:
         is_new = self.optimizer is None
         optimizer = super().create_optimizer(model)
-        if is_new and (parameters := [p for p in self.loss.parameters() if p.requires_grad]):
-            optimizer.add_param_group({"params": parameters, "weight_decay": 0.0})
+        if is_new:
+            decayed = self.get_decay_parameter_names(self.loss)
+            rate = self.args.learning_rate * self.loss.learning_rate_factor
+            own = {name: p for name, p in self.loss.named_parameters() if p.requires_grad}
+            for names, decay in ((own.keys() & decayed, self.args.weight_decay), (own.keys() - set(decayed), 0.0)):
+                if group := [p for name, p in own.items() if name in names]:
+                    optimizer.add_param_group({"params": group, "weight_decay": decay, "lr": rate})
         return optimizer
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
@@ -487,7 +513,10 @@ class FixAStepTrainer(Trainer):
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         with self._averaged():
-            return super().evaluation_loop(*args, **kwargs)
+            output = super().evaluation_loop(*args, **kwargs)
+        if self.is_in_train and 0 < self.validation_rows == output.num_samples and output.predictions is not None:
+            self.loss.validated(torch.as_tensor(output.predictions, device=self.args.device))
+        return output
 
     def prediction_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         inputs = self._prepare_inputs(inputs)
@@ -500,6 +529,8 @@ class FixAStepTrainer(Trainer):
         if reason := damage(best):
             raise ValueError(f"The best checkpoint {best} is damaged: {reason}. Choose the model of another one.")
         load_whole(self.core_model, self._averaged_weights(self.state.best_model_checkpoint))
+        if (best / LOSS_STATE).is_file():
+            self.loss.load_state_dict(load_file(best / LOSS_STATE))
         self.teacher = None
 
     # ---- checkpoints
@@ -592,13 +623,20 @@ class FixAStepTrainer(Trainer):
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
         folder = Path(output_dir or str(self.args.output_dir))
         with self._averaged():
+            if self.args.trainable == "lora":
+                whole = state_dict or self.core_model.state_dict()
+                state_dict = plain_state(self.core_model, whole)
+                if self.is_in_train:
+                    save_file({name: value.contiguous() for name, value in whole.items()}, folder / LORA_STATE)
             super()._save(str(folder), state_dict)
             if self.is_in_train and self.teacher is not None:  # which holds the raw weights meanwhile
                 raw = {name: p.contiguous() for name, p in self._raw_weights.items()}
                 save_file(raw, folder / RAW_WEIGHTS, metadata={"format": "pt"})
-                if state := {name: value.contiguous() for name, value in self.loss.state_dict().items()}:
-                    save_file(state, folder / LOSS_STATE)
                 (folder / RUN).write_text(json.dumps(self._run(), indent=2))
+        tells_foreign = type(self.loss).outlier_score is not SemiSupervisedLoss.outlier_score
+        state = {name: value.contiguous() for name, value in self.loss.state_dict().items()}
+        if state and (self.is_in_train or tells_foreign):
+            save_file(state, folder / LOSS_STATE)
         (folder / "training_args.bin").unlink(missing_ok=True)  # a pickle that nobody reads and that can hold a token
 
     def _run(self) -> dict[str, Any]:
@@ -618,7 +656,15 @@ class FixAStepTrainer(Trainer):
         """Refuse to continue a checkpoint of another run; return the changed settings that are to be ignored."""
         return check_run(folder, self._run(), self.args.ignore_changed_settings or [])
 
+    def load_plain(self, folder: str | Path) -> None:
+        """Take the weights of a saved model of the same kind."""
+        state = type(self.core_model).from_pretrained(folder).state_dict()  # type: ignore[attr-defined]
+        lora = self.args.trainable == "lora"
+        load_whole(self.core_model, with_lora(self.core_model.state_dict(), state) if lora else state)
+
     def _averaged_weights(self, folder: str | Path | None) -> dict[str, Tensor]:
+        if self.args.trainable == "lora":
+            return load_file(Path(str(folder)) / LORA_STATE)
         # Not the Trainer's way (5.22): it loads model.safetensors without the renaming that save_pretrained did, and
         # leaves what it does not find, for a ViT all attention weights, as it was.
         return type(self.core_model).from_pretrained(folder).state_dict()  # type: ignore[attr-defined]

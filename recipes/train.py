@@ -6,7 +6,9 @@ accelerate launch recipes/train.py --config recipes/digits/quickstart.yaml [--ke
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +41,8 @@ from hf_fixastep.data.registry import is_medical
 from hf_fixastep.hub import pull
 from hf_fixastep.names import choose
 from hf_fixastep.plots import save_figures
+from hf_fixastep.procedures import get_procedure, run_procedure
+from hf_fixastep.procedures.rounds import PROCEDURE
 
 
 @dataclass
@@ -130,8 +134,9 @@ def checkpoint_to_resume(args: FixAStepConfig) -> str | None:
     if wanted and wanted.lower() not in ("true", "false"):
         return wanted
     if wanted and wanted.lower() == "true":
-        return find_checkpoint(args.output_dir)
-    if checkpoints(args.output_dir) or (Path(args.output_dir) / "metrics.json").exists():
+        return args.output_dir if args.procedure else find_checkpoint(args.output_dir)
+    marks = [Path(args.output_dir) / name for name in ("metrics.json", PROCEDURE)]
+    if checkpoints(args.output_dir) or any(mark.exists() for mark in marks):
         raise ValueError(
             f"{args.output_dir} holds a run already; choose another --output_dir, continue it with "
             "--resume_from_checkpoint true, or delete it."
@@ -139,16 +144,18 @@ def checkpoint_to_resume(args: FixAStepConfig) -> str | None:
     return None
 
 
-def prepare(argv: list[str]) -> tuple[FixAStepTrainer, Any, str | None]:
-    """Everything that can be wrong with what the user gave is found in here."""
+def prepare(argv: list[str]) -> tuple[FixAStepTrainer, Any, Callable[[], object]]:
+    """Everything that can be wrong with what the user gave is found in here; the last answer starts the training."""
     data_args, model_args, args, given = parse((DataArguments, ModelArguments, FixAStepConfig), argv)
     checkpoint = checkpoint_to_resume(args)
     medical = is_medical(data_args.dataset)
     if args.push_to_hub:
         check_intended_use(medical, args.hub_intended_use)
+    procedure = get_procedure(args.procedure, **args.procedure_kwargs) if args.procedure else None
     set_seed(args.seed)
     data = load_data(data_args)
-    model, processor = load_model(model_args, data["labeled"].features["label"].num_classes, args.preset)
+    network = model_args, data["labeled"].features["label"].num_classes, args.preset
+    model, processor = load_model(*network)
     trainer = FixAStepTrainer(
         model,
         args,
@@ -160,9 +167,12 @@ def prepare(argv: list[str]) -> tuple[FixAStepTrainer, Any, str | None]:
     trainer.card.dataset = {"name": data_args.dataset, "config": data["test"].info.config_name, "medical": medical}
     trainer.card.dataset["phantom"] = is_phantom(data_args.data_dir)
     trainer.card.recipe = given
+    if procedure is not None:
+        run = partial(run_procedure, procedure, trainer, data["unlabeled"], lambda: load_model(*network)[0])
+        return trainer, data, partial(run, resume=checkpoint is not None)
     if checkpoint is not None:
         trainer.check_checkpoint(checkpoint)
-    return trainer, data, checkpoint
+    return trainer, data, partial(trainer.train, resume_from_checkpoint=checkpoint)
 
 
 def finish(trainer: FixAStepTrainer, data: Any) -> None:
@@ -185,7 +195,8 @@ def finish(trainer: FixAStepTrainer, data: Any) -> None:
 
 
 def print_table(metrics: dict[str, Any], folder: Path, figures: list[Path]) -> None:
-    title = f"{metrics['loss']}, gate {metrics['gate']}, mix_labeled {metrics['mix_labeled']}"
+    name = metrics["procedure"] or metrics["loss"]
+    title = f"{name}, gate {metrics['gate']}, mix_labeled {metrics['mix_labeled']}"
     table = Table("", "value", title="PHANTOM DATA, " * metrics["dataset"]["phantom"] + title)
     images = metrics["images"]
     table.add_row("images", ", ".join(f"{count} {name}" for name, count in images.items()))
@@ -200,11 +211,11 @@ def print_table(metrics: dict[str, Any], folder: Path, figures: list[Path]) -> N
 def main(argv: list[str]) -> None:
     logging.disable_progress_bar()  # of files; the bar of the training stays
     try:
-        trainer, data, checkpoint = prepare(argv)
+        trainer, data, start = prepare(argv)
     except (OSError, ValueError) as error:
         sys.exit(f"error: {error}")
     try:
-        trainer.train(resume_from_checkpoint=checkpoint)
+        start()
         finish(trainer, data)
     except OSError as error:  # a full disk, another run in the same folder, or a push that failed
         sys.exit(f"error: {error}")

@@ -20,6 +20,22 @@ gc.freeze()
 atexit.register(gc.unfreeze)
 
 EAGER = {"threshold": 0.36}  # of untrained networks of three classes, which are sure of nothing
+# The arguments with which each of these goes through all its phases in a few steps.
+RIVALS: dict[str, dict[str, Any]] = {
+    "uasd": {"threshold": 0.34, "warmup_steps": 1},
+    "ds3l": {},
+    "mtcf": {"warmup_steps": 2, "ramp_steps": 2, "visits": 1, "epoch_steps": 2},
+    "openmatch": {"warmup_steps": 2, "decay": 0.9},
+    "toor": {
+        "threshold": 0.2,
+        "ramp_steps": 4,
+        "adversarial_start": 1,
+        "adversarial_steps": 4,
+        "reversal_start": 1,
+        "reversal_steps": 4,
+        "hidden": 8,
+    },
+}
 
 
 def tiny_wide_resnet(seed: int = 0, **settings: Any) -> WideResNet:

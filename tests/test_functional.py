@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,9 +11,28 @@ from numpy.typing import ArrayLike, NDArray
 from scipy import stats
 from scipy.integrate import quad
 from torch import Tensor, nn
+from transformers import (
+    ConvNextConfig,
+    ConvNextForImageClassification,
+    ResNetConfig,
+    ResNetForImageClassification,
+)
 
 from hf_fixastep import WideResNetForImageClassification
-from hf_fixastep.functional import average_guess, batchnorm_layers, frozen_batchnorm, mixing_shares, mixup, sharpen
+from hf_fixastep.functional import (
+    average_guess,
+    batchnorm_layers,
+    classification_head,
+    frozen_batchnorm,
+    head_inputs,
+    masked_mean,
+    mean_of_repeats,
+    mixing_shares,
+    mixup,
+    rows_of_all,
+    sharpen,
+)
+from tests.runs import tiny_vit, tiny_wide_resnet
 
 
 def draws(alpha: float, count: int = 20_000, seed: int = 0) -> Tensor:
@@ -21,6 +42,95 @@ def draws(alpha: float, count: int = 20_000, seed: int = 0) -> Tensor:
 def share_below(alpha: float, x: ArrayLike) -> NDArray:
     """Distribution function of max(b, 1 - b): b has to lie between 1 - x and x."""
     return stats.beta.cdf(x, alpha, alpha) - stats.beta.cdf(1 - np.asarray(x), alpha, alpha)
+
+
+def tiny_convnext() -> ConvNextForImageClassification:
+    return ConvNextForImageClassification(
+        ConvNextConfig(hidden_sizes=[8, 16], depths=[1, 1], num_stages=2, num_labels=3)
+    )
+
+
+def tiny_resnet() -> ResNetForImageClassification:
+    return ResNetForImageClassification(
+        ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], layer_type="basic", num_labels=3)
+    )
+
+
+# ---- features
+
+
+@pytest.mark.parametrize("build", [tiny_wide_resnet, tiny_vit, tiny_convnext, tiny_resnet])
+def test_features_are_what_the_head_makes_the_logits_of(build: Callable[[], nn.Module]) -> None:
+    model, images = build().train(), torch.randn(5, 3, 8, 8)
+    with head_inputs(model, 3) as seen:
+        logits = model(pixel_values=images).logits
+        model(pixel_values=images[:2])
+    head = classification_head(model, 3)
+    assert [len(rows) for rows in seen] == [5, 2]
+    torch.testing.assert_close(seen[0] @ head.weight.T + head.bias, logits)
+    first = next(model.parameters())
+    assert torch.autograd.grad(seen[0].square().sum(), first)[0].any()  # with the graph
+    assert not head._forward_pre_hooks
+
+
+def test_features_are_seen_in_mixed_precision() -> None:
+    model = tiny_vit()
+    with torch.autocast("cpu", dtype=torch.bfloat16), head_inputs(model, 3) as seen:
+        model(pixel_values=torch.randn(5, 3, 8, 8))
+    assert seen[0].shape == (5, 16)
+
+
+def test_features_are_seen_through_a_wrapper() -> None:
+    class Wrapper(nn.Module):  # as DDP does it
+        def __init__(self, module: nn.Module) -> None:
+            super().__init__()
+            self.module = module
+
+        def forward(self, **inputs: Tensor) -> Any:
+            return self.module(**inputs)
+
+    model = tiny_wide_resnet()
+    with head_inputs(Wrapper(model), 3) as seen:
+        Wrapper(model)(pixel_values=torch.randn(5, 3, 8, 8))
+    assert seen[0].shape == (5, 64)
+
+
+def test_a_model_without_a_linear_head_is_refused_in_one_sentence() -> None:
+    with pytest.raises(ValueError, match=r"^Conv2d has no linear layer with 3 outputs, "):
+        classification_head(nn.Conv2d(1, 3, 1), 3)
+
+
+def test_a_head_that_sees_more_than_a_vector_per_image_is_refused() -> None:
+    refused = pytest.raises(ValueError, match=r"^The classification head of Linear got features of shape \[2, 5, 4\]")
+    with refused, head_inputs(nn.Linear(4, 3), 3) as seen:
+        seen.append(torch.zeros(2, 5, 4))
+
+
+def test_a_head_that_is_not_used_is_refused() -> None:
+    refused = pytest.raises(ValueError, match=r"^The classification head of Linear got no features, but one vector")
+    with refused, head_inputs(nn.Linear(4, 3), 3):
+        pass
+
+
+# ---- per-example state
+
+
+def test_repeats_get_their_mean_and_others_stay() -> None:
+    values = torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 8.0], [0.5, 0.5]])
+    found = mean_of_repeats(torch.tensor([7, 2, 7, 0]), values, rows=8)
+    torch.testing.assert_close(found, torch.tensor([[3.0, 5.0], [3.0, 4.0], [3.0, 5.0], [0.5, 0.5]]))
+
+
+def test_on_one_process_rows_are_its_own_without_what_is_not_finite() -> None:
+    index, values = rows_of_all(torch.tensor([2, 1]), torch.tensor([[1.0, torch.nan], [torch.inf, 3.0]]))
+    assert index.tolist() == [2, 1]
+    assert values.tolist() == [[1, 0], [0, 3]]
+
+
+def test_a_masked_mean_is_that_of_the_kept_and_zero_without_any() -> None:
+    values = torch.tensor([1.0, 2.0, 6.0])
+    assert masked_mean(values, torch.tensor([1.0, 0.0, 1.0])) == 3.5
+    assert masked_mean(values, torch.zeros(3)) == 0
 
 
 # ---- frozen batch norm

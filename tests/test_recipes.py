@@ -12,7 +12,7 @@ import yaml
 from PIL import Image
 from transformers import TrainerCallback, pipeline
 
-from hf_fixastep import LOSSES, FixAStepConfig, load_dataset
+from hf_fixastep import LOSSES, PROCEDURES, FixAStepConfig, load_dataset
 from hf_fixastep.checkpoints import only_run
 from hf_fixastep.config import parse
 from hf_fixastep.data import phantom
@@ -113,8 +113,8 @@ def test_the_recipes_of_heart2heart_have_the_official_settings_of_every_split(na
     assert not train.build_processor(model).do_normalize
 
 
-def test_every_loss_has_a_digits_recipe():
-    assert {path.stem for path in (ROOT / "recipes/digits").glob("*.yaml")} == {*LOSSES, "quickstart"}
+def test_every_loss_and_procedure_has_a_digits_recipe():
+    assert {path.stem for path in (ROOT / "recipes/digits").glob("*.yaml")} == {*LOSSES, *PROCEDURES, "quickstart"}
 
 
 def test_the_readme_of_the_recipes_names_every_file():
@@ -173,6 +173,14 @@ def test_a_finished_run_is_not_written_over(run):
         (["--lerning_rate", "1"], "Unknown argument 'lerning_rate'. Did you mean learning_rate?"),
         (["--loss", "fixmach"], "Unknown loss 'fixmach'. Did you mean fixmatch?"),
         (["--loss_kwargs", "{treshold: 0.9}"], "Unknown argument of fixmatch 'treshold'. Did you mean threshold?"),
+        (["--procedure", "save_student"], "Unknown procedure 'save_student'. Did you mean safe_student?"),
+        (
+            ["--procedure", "safe_student", "--procedure_kwargs", "{iteration: 2}"],
+            "Unknown argument of safe_student 'iteration'. Did you mean iterations?",
+        ),
+        (["--procedure", "safe_student", "--procedure_kwargs", "{iterations: 0}"], "iterations must be a positive"),
+        (["--trainable", "heads"], "Unknown trainable 'heads'. Did you mean"),
+        (["--labeled_view", "stong"], "Unknown labeled_view 'stong'. Did you mean strong?"),
         (["--dataset", "digit_open_set"], "Unknown dataset 'digit_open_set'. Did you mean digits_open_set?"),
         (["--zeta", "51"], "Unknown config of digits_open_set 'zeta51'. Did you mean"),
         (["--dataset_config", "zeta25"], "dataset_config is zeta25 and zeta is 50; give one of the two."),

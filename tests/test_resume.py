@@ -11,6 +11,7 @@ from transformers import TrainerCallback, TrainerState
 
 from hf_fixastep import FixAStepTrainer
 from tests.runs import (
+    RIVALS,
     assert_equal,
     largest_difference,
     make_trainer,
@@ -75,6 +76,7 @@ def interrupted_equals_whole(
         assert_equal(found.averaged[step - stop], expected.averaged[step])
     assert stop == settings["max_steps"] or largest_difference(expected.raw[stop], expected.raw[-1]) > 1e-4
     assert_equal(weights(second.model), weights(whole.model))
+    assert_equal(weights(second.loss), weights(whole.loss))
     assert_equal(optimizer_tensors(second), optimizer_tensors(whole))
     assert second.lr_scheduler.state_dict() == whole.lr_scheduler.state_dict()
     assert without_times(second.state.log_history) == without_times(whole.state.log_history)
@@ -107,6 +109,12 @@ def test_a_resumed_run_with_workers_equals_an_uninterrupted_one(stop: int, tmp_p
     ],
 )
 def test_every_loss_resumes_to_the_bit(loss: str, settings: dict[str, Any], tmp_path: Path) -> None:
+    interrupted_equals_whole(tmp_path, 3, loss=loss, max_steps=6, **settings)
+
+
+@pytest.mark.parametrize("loss", RIVALS)
+def test_every_rival_resumes_to_the_bit_with_its_layers_and_its_memory(loss: str, tmp_path: Path) -> None:
+    settings = {"loss_kwargs": RIVALS[loss], "unlabeled_ratio": 4.0, "unlabeled_warmup_steps": 0.0}
     interrupted_equals_whole(tmp_path, 3, loss=loss, max_steps=6, **settings)
 
 

@@ -37,6 +37,7 @@ from tests import naive
 from tests.naive import Naive, NaiveSeparate
 from tests.runs import (
     EAGER,
+    RIVALS,
     assert_equal,
     assert_near,
     largest_difference,
@@ -342,6 +343,84 @@ def test_parameters_of_a_loss_are_trained(tmp_path: Path) -> None:
     assert float(loss.steps) == 4
 
 
+class Sized(Learned):
+    """Remembers what it was told."""
+
+    learning_rate_factor = 0.5
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.told: list[dict[str, int]] = []
+        self.logits_of_validation: list[Tensor] = []
+
+    def prepare(self, model: nn.Module, **sizes: int) -> None:
+        self.told.append(sizes)
+        self.matrix = nn.Parameter(torch.ones(2, 2))
+
+    def validated(self, logits: Tensor) -> None:
+        self.logits_of_validation.append(logits)
+
+
+def test_a_loss_learns_the_sizes_before_there_is_an_optimizer(tmp_path: Path) -> None:
+    loss = Sized()
+    trainer = make_trainer(tmp_path, objects={"loss": loss, "eval_dataset": random_images(9, seed=3, labeled=True)})
+    assert loss.told == [{"num_labels": 3, "unlabeled_rows": 40, "validation_rows": 9}]
+    groups = trainer.create_optimizer().param_groups[2:]
+    assert [group["params"] for group in groups] == [[loss.matrix], [loss.point]]
+    rate = trainer.args.learning_rate / 2
+    assert [(group["weight_decay"], group["lr"]) for group in groups] == [(5e-4, rate), (0.0, rate)]
+
+
+def test_parameters_of_a_loss_are_trained_without_weight_decay_too(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, objects={"loss": Sized()}, weight_decay=0.0)
+    assert sum(len(group["params"]) for group in trainer.create_optimizer().param_groups[2:]) == 2
+
+
+def test_a_loss_starts_anew_with_every_model_that_is_built(tmp_path: Path) -> None:
+    loss = Sized()
+    trainer = make_trainer(tmp_path, objects={"loss": loss, "model_init": lambda: tiny_wide_resnet()}, max_steps=1)
+    first = loss.matrix
+    trainer.train()
+    assert loss.matrix is not first
+    assert len(loss.told) == 2
+
+
+def test_a_loss_sees_what_the_average_says_about_the_validation_images(tmp_path: Path) -> None:
+    loss = Sized()
+    objects = {"loss": loss, "eval_dataset": random_images(9, seed=3, labeled=True)}
+    trainer = make_trainer(tmp_path, objects=objects, eval_strategy="steps", eval_steps=2)
+    trainer.train()
+    assert [len(logits) for logits in loss.logits_of_validation] == [9, 9]
+    expected = trainer.predict(random_images(9, seed=3, labeled=True)).predictions
+    torch.testing.assert_close(loss.logits_of_validation[-1], torch.tensor(expected))
+    assert len(loss.logits_of_validation) == 2  # not of what comes after the training
+
+
+def test_a_batch_knows_the_step_and_the_weight(tmp_path: Path) -> None:
+    seen = []
+
+    class Seeing(Learned):
+        def forward(self, model: nn.Module, batch: SemiBatch, teacher: nn.Module | None) -> Losses:
+            seen.append((batch.step, batch.weight))
+            return super().forward(model, batch, teacher)
+
+    settings = {"gradient_accumulation_steps": 2, "unlabeled_weight": 8.0, "unlabeled_warmup_steps": 4.0}
+    make_trainer(tmp_path, objects={"loss": Seeing()}, max_steps=3, **settings).train()
+    assert seen == [(0, 2.0), (0, 2.0), (1, 4.0), (1, 4.0), (2, 6.0), (2, 6.0)]
+
+
+@pytest.mark.parametrize("build", [tiny_vit, tiny_convnext, tiny_resnet])
+@pytest.mark.parametrize("loss", RIVALS)
+def test_every_rival_trains_any_image_classifier_also_with_fix_a_step(
+    loss: str, build: Callable[[], nn.Module], tmp_path: Path
+) -> None:
+    settings = {"loss": loss, "loss_kwargs": RIVALS[loss], "unlabeled_ratio": 4.0, "unlabeled_warmup_steps": 0.0}
+    trainer = make_trainer(tmp_path, build(), max_steps=4, **settings)
+    run = train(trainer)
+    assert largest_difference(run.raw[-1], run.raw[0]) > 1e-4
+    assert all(torch.isfinite(value).all() for value in [*run.raw[-1].values(), *trainer.loss.state_dict().values()])
+
+
 def test_the_number_of_threads_can_be_set(tmp_path: Path) -> None:
     before = torch.get_num_threads()
     make_trainer(tmp_path, cpu_threads=3)
@@ -604,6 +683,7 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> Waits:
 @pytest.mark.parametrize("loss", LOSSES)
 def test_no_step_waits_for_the_device(loss: str, batchnorm: str, waits: Waits, tmp_path: Path) -> None:
     settings = {"loss": loss, "batchnorm": batchnorm, "unlabeled_ratio": 2.0, "max_steps": len(GATES)}
+    settings["loss_kwargs"] = RIVALS.get(loss, {})
     trainer = make_trainer(tmp_path, logging_steps=len(GATES), max_grad_norm=1.0, **settings)
     trainer.add_callback(Watch(waits))
     trainer.train()

@@ -150,11 +150,14 @@ class CifarConfig(datasets.BuilderConfig):
         labels_per_class: labeled images of each labeled class.
         seed: seed of the split.
         oracle: drop the unlabeled images whose true class is not a labeled one.
+        foreign: add the test images of foreign classes, as splits seen_foreign (classes that the unlabeled images
+            show) and unseen_foreign, those of the two that there are.
     """
 
     labels_per_class: int = 400
     seed: int = 0
     oracle: bool = False
+    foreign: bool = False
 
 
 class CifarOpenSet(datasets.GeneratorBasedBuilder):
@@ -195,11 +198,16 @@ class CifarOpenSet(datasets.GeneratorBasedBuilder):
             train.labels, known, unlabeled, self.validation_per_class, config.labels_per_class, config.seed
         )
         rows = {name: Rows(train.pixels[part], train.labels[part] - known.start) for name, part in parts.items()}
-        tested = np.flatnonzero(np.isin(test.labels, known))
-        rows["test"] = Rows(test.pixels[tested], test.labels[tested] - known.start)
+        seen = set(unlabeled) - set(known)
+        tested = {"test": known, "seen_foreign": seen, "unseen_foreign": set(test.labels.tolist()) - seen - set(known)}
+        for name, classes in tested.items() if config.foreign else [("test", known)]:
+            part = np.flatnonzero(np.isin(test.labels, list(classes)))
+            rows[name] = Rows(test.pixels[part], test.labels[part] - known.start)
         # All splits of a builder share their columns: unlabeled rows are stored with -1, and the registry drops it.
-        rows["unlabeled"].labels[:] = -1
-        return [datasets.SplitGenerator(name=name, gen_kwargs=part._asdict()) for name, part in rows.items()]
+        for name in rows.keys() - {"labeled", "validation", "test"}:
+            rows[name].labels[:] = -1
+        filled = {name: part for name, part in rows.items() if len(part.labels)}
+        return [datasets.SplitGenerator(name=name, gen_kwargs=part._asdict()) for name, part in filled.items()]
 
     def _check_settings(self) -> None:
         config = self.config

@@ -59,10 +59,13 @@ class DigitsConfig(datasets.BuilderConfig):
     Args:
         labels_per_class: labeled images of each digit from 0 to 5.
         seed: seed of the split.
+        foreign: add the test images of foreign digits, as splits seen_foreign (digits that the unlabeled images show)
+            and unseen_foreign, those of the two that there are.
     """
 
     labels_per_class: int = 5
     seed: int = 0
+    foreign: bool = False
 
 
 class DigitsOpenSet(datasets.GeneratorBasedBuilder):
@@ -98,17 +101,19 @@ class DigitsOpenSet(datasets.GeneratorBasedBuilder):
     def _split_generators(self, dl_manager: datasets.DownloadManager) -> list[datasets.SplitGenerator]:
         pixels, labels = read_digits()
         config = self.config
-        parts = split_digits(labels, UNLABELED_DIGITS[config.name], config.labels_per_class, config.seed)
+        digits = UNLABELED_DIGITS[config.name]
+        parts = split_digits(labels, digits, config.labels_per_class, config.seed, config.foreign)
         # All splits of a builder share their columns: unlabeled rows are stored with -1, and the registry drops it.
         return [
             datasets.SplitGenerator(
                 name=name,
                 gen_kwargs={
                     "pixels": pixels[rows],
-                    "labels": np.full_like(rows, -1) if name == "unlabeled" else labels[rows],
+                    "labels": labels[rows] if name in ("labeled", "validation", "test") else np.full_like(rows, -1),
                 },
             )
             for name, rows in parts.items()
+            if len(rows)
         ]
 
     def _generate_examples(self, pixels: np.ndarray, labels: np.ndarray) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -123,9 +128,9 @@ def read_digits() -> tuple[np.ndarray, np.ndarray]:
 
 
 def split_digits(
-    labels: np.ndarray, unlabeled_digits: tuple[int, ...], labels_per_class: int, seed: int
+    labels: np.ndarray, unlabeled_digits: tuple[int, ...], labels_per_class: int, seed: int, foreign: bool = False
 ) -> dict[str, np.ndarray]:
-    """Rows of every split, in shuffled order."""
+    """Rows of every split, in shuffled order, the foreign ones among them if asked for."""
     used = TEST_PER_CLASS + VALIDATION_PER_CLASS
     largest = np.bincount(labels).min() - used - 1  # one image of every digit stays unlabeled
     if not 1 <= labels_per_class <= largest:
@@ -140,12 +145,16 @@ def split_digits(
     for digit in np.unique(labels):
         ranks[labels == digit] = np.arange(np.sum(labels == digit))
     parts = np.searchsorted([TEST_PER_CLASS, used, used + labels_per_class], ranks, side="right")
-    known = labels < LABELED_DIGITS
-    unlabeled = order[np.isin(labels, unlabeled_digits) & (parts == 3)]
-    return {
+    known, seen = labels < LABELED_DIGITS, np.isin(labels, unlabeled_digits)
+    unlabeled = order[seen & (parts == 3)]
+    splits = {
         "labeled": order[known & (parts == 2)],
         # Shuffled again: a digit that fills its other splits early comes early here, which would tell the label.
         "unlabeled": random.permutation(unlabeled),
         "validation": order[known & (parts == 1)],
         "test": order[known & (parts == 0)],
     }
+    if foreign:
+        splits["seen_foreign"] = order[~known & seen & (parts == 0)]
+        splits["unseen_foreign"] = order[~known & ~seen & (parts == 0)]
+    return splits

@@ -90,7 +90,8 @@ def load_dataset(
 ) -> Any:
     """A `DatasetDict` with the splits labeled, unlabeled, validation and test; only the unlabeled one has no labels.
 
-    Sets that are only for testing, unity and camus, have the split test alone.
+    Sets that are only for testing, unity and camus, have the split test alone. Sets with the setting `foreign` can add
+    two more without labels: test images of foreign classes.
 
     Args:
         name: one of `list_datasets()`.
@@ -130,6 +131,8 @@ def export_dataset(
         data_dir, cache_dir, settings: as in `load_dataset`.
     """
     builder_class = check_shareable(name, license)
+    if settings.pop("foreign", False):
+        raise ValueError("foreign=True adds images for an evaluation, which are not exported: leave it out.")
     builder = _builder(name, config, data_dir, cache_dir, settings)
     out, config = Path(out_dir), builder.config.name
     if (out / config).exists():
@@ -142,6 +145,7 @@ def export_dataset(
         builder.terms = f"Passed on under {license}, as stated by those who exported it."
         data = {split: _pixels_alone(part) for split, part in data.items()}
     own = {setting: getattr(builder.config, setting) for setting in _own_settings(builder_class)}
+    own.pop("foreign", None)
     own = {setting: value for setting, value in own.items() if isinstance(value, (int, float))}  # no paths of here
     rows[config] = own | {split: len(part) for split, part in data.items()}
     out.mkdir(parents=True, exist_ok=True)
@@ -258,8 +262,9 @@ def _pixels_alone(data: datasets.Dataset) -> datasets.Dataset:
 
 
 def _without_labels(data: Any) -> Any:
-    """Drop the label column, which holds only -1 there, from the unlabeled split."""
+    """Drop the label column from splits that have no labels: it holds only -1 there."""
     if isinstance(data, dict):
         data.update({name: _without_labels(split) for name, split in data.items()})
         return data
-    return data.remove_columns("label") if str(data.split).split("[")[0] == "unlabeled" else data
+    unlabeled = str(data.split).split("[")[0] in ("unlabeled", "seen_foreign", "unseen_foreign")
+    return data.remove_columns("label") if unlabeled else data

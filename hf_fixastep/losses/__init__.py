@@ -6,23 +6,33 @@ import inspect
 from typing import Any
 
 from hf_fixastep.losses.base import Losses, SemiSupervisedLoss
+from hf_fixastep.losses.ds3l import DS3L
 from hf_fixastep.losses.fixmatch import FixMatch
 from hf_fixastep.losses.mean_teacher import MeanTeacher
 from hf_fixastep.losses.mixmatch import MixMatch
+from hf_fixastep.losses.mtcf import MTCF
+from hf_fixastep.losses.openmatch import OpenMatch
 from hf_fixastep.losses.pi_model import PiModel
 from hf_fixastep.losses.pseudo_label import PseudoLabel
 from hf_fixastep.losses.supervised import Supervised
+from hf_fixastep.losses.toor import TOOR
+from hf_fixastep.losses.uasd import UASD
 from hf_fixastep.losses.vat import VAT
 from hf_fixastep.names import choose
 
 
 __all__ = [
+    "DS3L",
     "LOSSES",
+    "MTCF",
+    "TOOR",
+    "UASD",
     "VAT",
     "FixMatch",
     "Losses",
     "MeanTeacher",
     "MixMatch",
+    "OpenMatch",
     "PiModel",
     "PseudoLabel",
     "SemiSupervisedLoss",
@@ -38,6 +48,11 @@ LOSSES: dict[str, type[SemiSupervisedLoss]] = {
     "vat": VAT,
     "mixmatch": MixMatch,
     "fixmatch": FixMatch,
+    "uasd": UASD,
+    "ds3l": DS3L,
+    "mtcf": MTCF,
+    "openmatch": OpenMatch,
+    "toor": TOOR,
 }
 
 

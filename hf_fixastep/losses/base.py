@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hf_fixastep.functional import SemiBatch, frozen_batchnorm
+from hf_fixastep.functional import SemiBatch, frozen_batchnorm, head_inputs
 
 
 @dataclass
@@ -25,8 +25,7 @@ class Losses:
 class SemiSupervisedLoss(nn.Module):
     """Base of all losses. Subclasses state the views they need and implement `forward`.
 
-    A loss never calls backward, never logs, never reads the config and never knows about the gate. On several
-    processes the trainer averages its floating buffers after every step.
+    A loss never calls backward, never logs, never reads the config and never knows about the gate.
     """
 
     views: tuple[str, ...] = ()
@@ -37,15 +36,32 @@ class SemiSupervisedLoss(nn.Module):
     batchnorm = "joint"  # or "separate"; the trainer sets it
     class_weights: Tensor | None = None  # [K]; the trainer sets it, and the next line
     weighted_mean = False  # divide by the weights of the batch, as the official base code does, not by its rows
+    learning_rate_factor = 1.0  # of the loss's own parameters, to the model's learning rate
+    # On several processes the trainer averages floating buffers after every step; False where they are equal without.
+    average_buffers = True
     # Which of the two losses the official base code divides by labeled + unlabeled rows instead of its own.
     upstream_divides_by_all: tuple[str, ...] = ()
+
+    def prepare(self, model: nn.Module, num_labels: int, unlabeled_rows: int, validation_rows: int) -> None:
+        """Make own layers and per-example state, anew for every training; the model is on the CPU or its device.
+
+        Args:
+            validation_rows: images that `validated` is going to see; 0 if there are none.
+        """
+
+    def validated(self, logits: Tensor) -> None:
+        """Called after every evaluation while training, with the averaged model's logits of the validation images."""
+
+    def outlier_score(self, model: nn.Module, images: Tensor) -> Tensor | None:
+        """How foreign each image is, 0 to 1, by the loss's own measure if it has one; the model is in eval mode."""
+        return None
 
     def labeled_loss(self, logits: Any, y: Tensor) -> Any:
         if logits is None:
             return None
         loss = F.cross_entropy(logits, y, weight=self.class_weights)
         if self.weighted_mean and self.class_weights is not None:
-            return loss / (y @ self.class_weights).mean()
+            return loss / (y @ self.class_weights.to(y.dtype)).mean()
         return loss
 
     def labeled_part(self, model: nn.Module, batch: SemiBatch) -> Tensor:
@@ -76,6 +92,17 @@ class SemiSupervisedLoss(nn.Module):
         batch.logits[view] = logits.detach()
         return logits
 
+    def outputs(self, model: nn.Module, batch: SemiBatch, *views: str) -> tuple[tuple[Any, ...], list[Any]]:
+        """`logits`, and the features behind them: what the classification head sees."""
+        with head_inputs(model, batch.y.shape[1]) as seen:
+            logits = self.logits(model, batch, *views)
+        if self.batchnorm == "joint":
+            features: list[Any] = list(seen[0].split([len(rows) for rows in logits]))
+        else:
+            features = [None, *seen] if batch.x is None else seen
+        pairs = zip(features, logits, strict=True)  # autocast leaves features in half precision
+        return logits, [None if rows is None else rows.to(answers.dtype) for rows, answers in pairs]
+
     def generator(self, batch: SemiBatch) -> torch.Generator:
         if batch.generator is None:  # torch would silently fall back on the global one
             raise ValueError(f"{type(self).__name__} draws at random and needs a batch with a generator, got None.")
@@ -89,6 +116,12 @@ def check_positive(**values: float) -> None:
     for name, value in values.items():
         if not (isinstance(value, (int, float)) and 0 < value < math.inf):
             raise ValueError(f"{name} must be a positive number, not {value!r}.")
+
+
+def check_not_negative(**values: float) -> None:
+    for name, value in values.items():
+        if not (isinstance(value, (int, float)) and 0 <= value < math.inf):
+            raise ValueError(f"{name} must be a number of at least 0, not {value!r}.")
 
 
 def check_probability(**values: float) -> None:

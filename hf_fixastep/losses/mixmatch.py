@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hf_fixastep.functional import SemiBatch, average_guess, frozen_batchnorm, mixing_shares, mixup
+from hf_fixastep.functional import SemiBatch, average_guess, frozen_batchnorm, mix_with_each_other
 from hf_fixastep.losses.base import Losses, SemiSupervisedLoss, check_positive
 
 
@@ -49,11 +49,7 @@ class MixMatch(SemiSupervisedLoss):
         views = [batch.views[name] for name in self.views]
         guess = self.guess(model, views)
         images, y = torch.cat([batch.x, *views]), torch.cat([batch.y, guess, guess])
-
-        generator = self.generator(batch)
-        partners = torch.randperm(len(images), generator=generator, device=generator.device)
-        shares = mixing_shares(len(images) if self.per_example else 1, self.alpha, generator)
-        images, y = mixup(images, images[partners], shares), mixup(y, y[partners], shares)
+        images, y = mix_with_each_other(images, y, self.alpha, self.generator(batch), self.per_example)
 
         count = len(batch.x)
         if self.interleave and self.batchnorm == "joint":

@@ -383,6 +383,25 @@ class TestTinyCifar100:
     def test_the_oracle_leaves_classes_25_to_49(self, tiny):
         assert len(tiny.load("extracted", oracle=True)["unlabeled"]) == 25 * 6
 
+    @pytest.mark.parametrize(
+        ("config", "oracle", "seen", "unseen"),
+        [("zeta50", False, (50, 75), (75, 100)), ("zeta50", True, (), (50, 100)), ("zeta100", False, (50, 100), ())],
+    )
+    def test_foreign_test_images_are_of_classes_without_labels(self, tiny, tiny_files, config, oracle, seen, unseen):
+        rows = tiny_files[0][1]
+        class_of = {image.tobytes(): label for image, label in zip(rows.pixels, rows.labels, strict=True)}
+        data = tiny.load("extracted", config, foreign=True, oracle=oracle)
+        for name, bounds in (("seen_foreign", seen), ("unseen_foreign", unseen)):
+            if not bounds:
+                assert name not in data
+                continue
+            assert data[name].column_names == ["image"]
+            labels = [class_of[image.tobytes()] for image in pixels_of(data[name]["image"])]
+            assert sorted(labels) == [c for c in range(*bounds) for _ in range(4)]
+            stored = datasets.Dataset.from_file(data[name].cache_files[0]["filename"])
+            assert set(stored["label"]) == {-1}
+        assert np.bincount(data["test"]["label"]).tolist() == [4] * 50
+
     def test_streaming_gives_the_same_rows(self, tiny):
         built, streamed = tiny.load("archive"), tiny.load("archive", streaming=True)
         for name in SPLITS:
@@ -462,7 +481,9 @@ class TestSettings:
         )
 
     def test_settings_are_named(self):
-        with pytest.raises(ValueError, match="Choose one of labels_per_class, seed, oracle, split, streaming, data_d"):
+        with pytest.raises(
+            ValueError, match="Choose one of labels_per_class, seed, oracle, foreign, split, streaming"
+        ):
             load_dataset("cifar10_six_animal", orakel=True)
 
 

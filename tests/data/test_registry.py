@@ -99,7 +99,7 @@ def test_a_small_set_is_built_in_silence(load, capfd):
             ("digits_open_set",),
             {"lables_per_class": 4},
             "Unknown setting of digits_open_set 'lables_per_class'. Did you mean labels_per_class? "
-            "Choose one of labels_per_class, seed, split, streaming, data_dir, cache_dir.",
+            "Choose one of labels_per_class, seed, foreign, split, streaming, data_dir, cache_dir.",
         ),
     ],
 )

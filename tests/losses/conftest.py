@@ -2,13 +2,14 @@ from __future__ import annotations
 
 import copy
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from hf_fixastep.functional import SemiBatch
-from hf_fixastep.losses import SemiSupervisedLoss
+from hf_fixastep.losses import Losses, SemiSupervisedLoss
 
 
 CLASSES = 3
@@ -77,7 +78,16 @@ def make_batch(labeled: int = 4, unlabeled: int = 6) -> SemiBatch:
 
     y = torch.rand(labeled, CLASSES, generator=generator, dtype=torch.float64).softmax(-1)
     views = {name: images(unlabeled) for name in ("weak", "weak_2", "strong")}
-    return SemiBatch(images(labeled), y, views, generator=torch.Generator().manual_seed(2))
+    index = torch.arange(unlabeled).flip(0)
+    return SemiBatch(images(labeled), y, views, index=index, generator=torch.Generator().manual_seed(2))
+
+
+def prepared(loss: SemiSupervisedLoss, model: nn.Module, unlabeled_rows: int = 6, validation_rows: int = 0) -> Any:
+    """The loss with its own layers and state, in double precision like the models here."""
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        loss.prepare(model, CLASSES, unlabeled_rows, validation_rows)
+    return loss.double()
 
 
 def pixel_batch(x: list, y: list, **views: list) -> SemiBatch:
@@ -125,6 +135,23 @@ def forward(model: nn.Module, *images: Tensor) -> tuple[Tensor, ...]:
     for name, buffer in model.named_buffers():
         buffer.data.copy_(kept[name])
     return logits
+
+
+def features(model: TinyNet, *images: Tensor) -> tuple[Tensor, ...]:
+    """What the head sees, from one train-mode forward that leaves the buffers alone."""
+    kept = copy.deepcopy(dict(model.named_buffers()))
+    rows = model.norm(model.convolution(torch.cat(images))).relu().mean((2, 3))
+    for name, buffer in model.named_buffers():
+        buffer.data.copy_(kept[name])
+    return rows.split([len(part) for part in images])
+
+
+def assert_same(losses: Losses, labeled: Tensor, unlabeled: Tensor, *modules: nn.Module) -> None:
+    """Both losses and their gradients in these modules are as expected."""
+    for value, expected in [(losses.labeled, labeled), (losses.unlabeled, unlabeled)]:
+        torch.testing.assert_close(value, expected)
+        for module in modules:
+            torch.testing.assert_close(gradient(value, module), gradient(expected, module))
 
 
 def cross_entropy(probabilities: Tensor, logits: Tensor) -> Tensor:

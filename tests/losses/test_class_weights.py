@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hf_fixastep import LOSSES, FixAStepTrainer, Images, get_loss
 from hf_fixastep.functional import class_weights
-from tests.losses.conftest import CLASSES, make_batch, make_model
+from tests.losses.conftest import CLASSES, make_batch, make_model, prepared
 from tests.runs import assert_near, logged, make_trainer, random_images, tiny_vit, train, without_augmentation
 
 
@@ -94,12 +94,15 @@ def test_the_weighted_mean_is_that_of_torch_for_hard_labels() -> None:
 def test_weights_reach_the_labeled_part_of_every_loss_and_no_other(name: str) -> None:
     labeled, unlabeled = [], []
     for weights in (None, torch.full((CLASSES,), 2.0, dtype=torch.float64)):
-        loss = get_loss(name)
+        loss = prepared(get_loss(name), make_model())
         loss.class_weights = weights
         losses = loss(make_model(), make_batch(), make_model(seed=1))
         labeled.append(losses.labeled)
         unlabeled.append(losses.unlabeled)
-    torch.testing.assert_close(labeled[1], 2 * labeled[0])
+    if name in ("openmatch", "mtcf"):  # which also tell known from foreign, MTCF at first nothing else, unweighted
+        assert labeled[0] <= labeled[1] < 2 * labeled[0]
+    else:
+        torch.testing.assert_close(labeled[1], 2 * labeled[0])
     torch.testing.assert_close(unlabeled[1], unlabeled[0])
 
 

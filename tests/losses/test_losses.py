@@ -9,16 +9,41 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_fixastep.losses import LOSSES, get_loss
-from tests.losses.conftest import MODES, assert_buffers, buffers_after, gradient, in_mode, make_batch, make_model
+from tests.losses.conftest import (
+    CLASSES,
+    MODES,
+    assert_buffers,
+    buffers_after,
+    gradient,
+    in_mode,
+    make_batch,
+    make_model,
+    prepared,
+)
 
 
-EAGER = {"pseudo_label": {"threshold": 0.0}, "fixmatch": {"threshold": 0.0}}  # every row counts
+EAGER = {  # every row counts, from the first step on
+    "pseudo_label": {"threshold": 0.0},
+    "fixmatch": {"threshold": 0.0},
+    "uasd": {"threshold": 0.0, "warmup_steps": 0},
+    "mtcf": {"warmup_steps": 0, "ramp_steps": 0, "visits": 1},
+    "openmatch": {"warmup_steps": 0},
+    "toor": {"threshold": 0.0, "ramp_steps": 0, "adversarial_start": 0, "adversarial_steps": 1, "reversal_start": 0},
+}
 ALL = pytest.mark.parametrize("name", LOSSES)
 BOTH_MODES = pytest.mark.parametrize("mode", MODES)
 
 
 def make_loss(name, mode="joint"):
-    return in_mode(get_loss(name, **EAGER.get(name, {})), mode)
+    """A loss that has seen every unlabeled image before, and takes it for an inlier."""
+    loss = in_mode(prepared(get_loss(name, **EAGER.get(name, {})), make_model()), mode)
+    for state in ("sums", "averages", "history", "visited"):
+        if state in dict(loss.named_buffers()):
+            values = torch.rand(getattr(loss, state).shape, generator=torch.Generator().manual_seed(4))
+            getattr(loss, state).copy_(values if state != "visited" else torch.ones(len(values)))
+    if name == "openmatch":
+        loss.averaged[CLASSES:] += 9
+    return loss
 
 
 class RecordingDict(dict):
@@ -110,11 +135,42 @@ def test_a_loss_leaves_no_gradient_behind(name, mode, model, batch):
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-@pytest.mark.parametrize("name", ["vat", "mixmatch"])
+@pytest.mark.parametrize("name", ["vat", "mixmatch", "mtcf", "toor"])
 def test_a_loss_that_draws_refuses_a_batch_without_generator(name, model, batch):
     batch.generator = None
     with pytest.raises(ValueError, match="needs a batch with a generator"):
-        get_loss(name)(model, batch, None)
+        make_loss(name)(model, batch, None)
+
+
+@pytest.mark.parametrize("name", [name for name in LOSSES if LOSSES[name].separable])
+def test_a_separable_loss_is_the_sum_of_its_parts(name, model, batch):
+    teacher = make_model(seed=1).eval()
+    whole = make_loss(name, "separate")(model, batch, teacher)
+    batch, parts = make_batch(), make_loss(name, "separate")
+    unlabeled = parts(model, batch.unlabeled_part(), teacher)
+    assert unlabeled.labeled is None
+    torch.testing.assert_close(unlabeled.unlabeled, whole.unlabeled)
+    torch.testing.assert_close(parts.labeled_part(model, batch), whole.labeled)
+
+
+@ALL
+@BOTH_MODES
+def test_the_two_losses_of_a_loss_have_graphs_that_the_trainer_can_walk(name, mode, model, batch):
+    losses = make_loss(name, mode)(model, batch, make_model(seed=1).eval())
+    if losses.unlabeled is not None:
+        losses.labeled.backward(retain_graph=mode == "joint")  # separate: apart, so that each is freed at once
+        losses.unlabeled.backward()
+
+
+@ALL
+@BOTH_MODES
+def test_own_parameters_of_a_loss_get_a_gradient(name, mode, model, batch):
+    batch.step = 1
+    loss = make_loss(name, mode)
+    losses = loss(model, batch, make_model(seed=1).eval())
+    total = losses.labeled if losses.unlabeled is None else losses.labeled + losses.unlabeled
+    for parameter in loss.parameters():
+        assert torch.autograd.grad(total, parameter, retain_graph=True)[0].abs().max() > 1e-9
 
 
 @ALL
@@ -164,6 +220,31 @@ def test_an_argument_of_a_loss_without_arguments_is_refused():
         ("vat", "eps", float("inf")),
         ("mixmatch", "temperature", -1.0),
         ("mixmatch", "alpha", 0.0),
+        ("uasd", "threshold", 1.1),
+        ("uasd", "warmup_steps", -1),
+        ("ds3l", "virtual_rate", 0.0),
+        ("ds3l", "net_rate", -1.0),
+        ("ds3l", "hidden", 0),
+        ("mtcf", "temperature", 0.0),
+        ("mtcf", "alpha", -1.0),
+        ("mtcf", "visits", 0),
+        ("mtcf", "epoch_steps", 0),
+        ("mtcf", "warmup_steps", float("nan")),
+        ("mtcf", "ramp_steps", -1),
+        ("openmatch", "entropy_weight", -0.1),
+        ("openmatch", "consistency_weight", float("inf")),
+        ("openmatch", "threshold", 2.0),
+        ("openmatch", "warmup_steps", -5),
+        ("openmatch", "decay", 1.5),
+        ("toor", "weight", -1.0),
+        ("toor", "ramp_steps", -1),
+        ("toor", "threshold", 1.2),
+        ("toor", "recycling", -0.5),
+        ("toor", "adversarial_start", -1),
+        ("toor", "adversarial_steps", 0),
+        ("toor", "reversal_start", -1),
+        ("toor", "reversal_steps", 0),
+        ("toor", "hidden", 0),
     ],
 )
 def test_a_bad_value_is_refused_at_construction(name, argument, value):

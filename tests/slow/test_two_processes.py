@@ -17,8 +17,10 @@ from torch import Tensor
 from transformers import AutoModelForImageClassification, TrainerCallback
 
 from hf_fixastep import FixAStepTrainer
+from hf_fixastep.data.streams import PairedSampler
 from tests.runs import (
     EAGER,
+    RIVALS,
     assert_equal,
     assert_near,
     largest_difference,
@@ -36,7 +38,7 @@ from tests.runs import (
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
-LOSSES = ("mean_teacher", "fixmatch", "pi_model")
+LOSSES = ("mean_teacher", "fixmatch", "pi_model", *RIVALS)
 MODES = ("joint", "separate")
 PROJECT = {"gate": "project"}
 PARTS = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 2}  # per process; one process has 8 at once
@@ -52,6 +54,8 @@ def with_batchnorm(folder: Path, loss: str, mode: str, **settings: Any) -> FixAS
     settings = {"loss": loss, "batchnorm": mode, "max_steps": 6, "teacher_decay": 0.9} | settings
     if loss == "fixmatch":
         settings["loss_kwargs"] = EAGER
+    if loss in RIVALS:
+        settings |= {"loss_kwargs": RIVALS[loss], "unlabeled_ratio": 4.0, "unlabeled_warmup_steps": 0.0}
     return make_trainer(folder, tiny_wide_resnet(bn_momentum=0.5), objects=objects, **settings)
 
 
@@ -95,6 +99,7 @@ def main(folder: Path) -> None:
             run = train(trainer)
             keep(f"raw-{loss}-{mode}", run.raw[-1], reductions=counter.count)
             keep(f"average-{loss}-{mode}", run.averaged[-1])
+            keep(f"loss-{loss}-{mode}", weights(trainer.loss))
 
     trainer.save_model(str(folder / "saved"))
     keep("saved", weights(trainer.model), **trainer.evaluate())
@@ -143,9 +148,22 @@ def facts(folder: Path, name: str, rank: int = 0) -> dict[str, Any]:
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("loss", LOSSES)
 def test_both_processes_end_with_the_same_weights_and_statistics(loss: str, mode: str, launched: Path) -> None:
-    for what in ("raw", "average"):
+    for what in ("raw", "average", "loss"):
         assert_equal(kept(launched, f"{what}-{loss}-{mode}", rank=1), kept(launched, f"{what}-{loss}-{mode}", rank=0))
     assert largest_difference(kept(launched, f"raw-{loss}-{mode}"), weights(tiny_wide_resnet())) > 1e-2
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_what_both_processes_see_of_an_image_is_remembered(mode: str, launched: Path) -> None:
+    samplers = [PairedSampler((24, 40), (4, 16), 6, seed=42, rank=rank, world=2) for rank in (0, 1)]
+    drawn = [[*first.unlabeled, *second.unlabeled] for first, second in zip(*samplers, strict=True)]
+    assert any(len(set(rows)) < len(rows) for rows in drawn)  # an image may come twice in a step
+    sums = kept(launched, f"loss-uasd-{mode}")["sums"].sum(1)
+    torch.testing.assert_close(
+        sums, torch.tensor([float(sum(rows.count(row) for rows in drawn)) for row in range(40)])
+    )
+    visited = kept(launched, f"loss-mtcf-{mode}")["visited"]
+    assert visited.tolist() == [sum(row in rows for rows in drawn) for row in range(40)]
 
 
 @pytest.mark.parametrize("name", LARGE_BATCHES)
