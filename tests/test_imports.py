@@ -36,6 +36,8 @@ ALLOWED = {
     "calibration": {"names"},
     "intervals": {"names"},
     "plots": {"names"},
+    "comparison": {"names"},
+    "study_plots": {"comparison", "plots"},
     "predict": {"calibration", "data", "hub"},
     "open_set": {"names"},
     "trainable": {"functional", "names"},
