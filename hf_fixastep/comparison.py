@@ -38,6 +38,7 @@ NAMES = {
 RIVALS = ("uasd", "ds3l", "mtcf", "openmatch", "toor", "curriculum_labeling", "safe_student")
 LABELED_ONLY, BASE, FIX_A_STEP = "labeled-only", "base", "Fix-A-Step"
 VARIANTS = (LABELED_ONLY, BASE, "+G", "+A", FIX_A_STEP)
+UNMIXED = ("mixmatch", "mtcf")  # they mix by themselves, so that Fix-A-Step is the gate alone
 
 REPEATS = ("seed", "split_seed")
 MIXING = ("mix_alpha", "mix_temperature", "mix_per_batch")
@@ -248,6 +249,11 @@ def labeled_only_of(group: Group, groups: Sequence[Group], notes: list[str]) -> 
     return max(found, key=lambda other: other.runs["validation_accuracy"].mean(), default=None)
 
 
+def is_full(group: Group) -> bool:
+    """Whether all of Fix-A-Step that applies is on."""
+    return group.variant == FIX_A_STEP or (group.variant == "+G" and group.method in UNMIXED)
+
+
 def add_difference(
     found: Comparison, differences: list[Difference], first: Group, second: Group | None, word: str
 ) -> None:
@@ -400,20 +406,24 @@ def details(groups: Sequence[Group]) -> list[str]:
     return found
 
 
-def sentences(found: Comparison) -> list[str]:
-    """One per question, method and data."""
-    told = []
-    questions = [
-        ("Did the unlabeled data help against labeled-only?", found.helps, {BASE, FIX_A_STEP}),
-        ("Did Fix-A-Step help its base?", found.gains, {FIX_A_STEP}),
-    ]
+def questions(found: Comparison) -> dict[str, list[str]]:
+    """The answers to both questions, one for each method and data."""
+    asked = {
+        "Did the unlabeled data help against labeled-only?": found.helps,
+        "Did Fix-A-Step help its base?": found.gains,
+    }
     more = dict(zip(map(id, found.groups), details(found.groups), strict=True))
-    for question, differences, variants in questions:
+    told: dict[str, list[str]] = {}
+    for question, differences in asked.items():
         for each in differences:
-            if each.first.variant in variants:
+            if each.first.variant == BASE or is_full(each.first):
                 words = ", ".join(filter(None, [name_of(each.first), data_of(each.first), more[id(each.first)]]))
-                told.append(f"{question} {words}: {each.interval.answer}, {each.interval}.")
+                told.setdefault(question, []).append(f"{words}: {each.interval.answer}, {each.interval}.")
     return told
+
+
+def sentences(found: Comparison) -> list[str]:
+    return [f"{question} {answer}" for question, answers in questions(found).items() for answer in answers]
 
 
 def as_json(found: Comparison) -> dict[str, Any]:

@@ -71,7 +71,8 @@ def run(
         "output_dir": row["run"],
     }
     settings |= changes.pop("settings", {})
-    return {**row, "settings": json.dumps(settings), **changes}
+    number = zlib.crc32(json.dumps([settings, changes], sort_keys=True, default=str).encode())
+    return {**row, "run": f"{row['run']}-{number:08x}", "settings": json.dumps(settings), **changes}
 
 
 def balanced(labels: np.ndarray, predictions: np.ndarray) -> float:
