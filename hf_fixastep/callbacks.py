@@ -71,7 +71,8 @@ class GateMonitorCallback(TrainerCallback):
         if cosines := self.trainer.window.pop("gate/cosine", None):
             # Only here and not in the logs that other callbacks get: a tracker wants numbers.
             entry: dict[str, Any] = state.log_history[-1]
-            entry["gate/cosines"] = " ".join(f"{cosine:.3f}" for cosine in cosines)
+            # Significant digits, so that a small cosine keeps its sign: the gate opens for those above 0.
+            entry["gate/cosines"] = " ".join(f"{cosine:.4g}" for cosine in cosines)
 
     def on_save(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if state.is_world_process_zero:

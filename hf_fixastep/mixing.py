@@ -41,8 +41,7 @@ def mix_labeled(
     """
     rows, count = len(batch.x), len(batch.views["weak_2"][:pool_rows])
     first, second = batch.views["weak"][:count], batch.views["weak_2"][:count]
-    partners = torch.randperm(rows + 2 * count, generator=generator)[:rows]
-    shares = mixing_shares(1 if per_batch else rows, alpha, generator).expand(rows)
+    partners, shares = draw_partners(rows, count, generator, alpha=alpha, per_batch=per_batch)
     guesses = batch.y.new_zeros(count, batch.y.shape[1])
     if guess_all:
         guesses = guess_labels(model, first, second, temperature=temperature).to(batch.y.dtype)
@@ -59,6 +58,14 @@ def mix_labeled(
     x = mixup(batch.x, torch.cat([batch.x, first, second])[partners], shares)
     y = mixup(batch.y, torch.cat([batch.y, guesses, guesses])[partners], shares)
     return replace(batch, x=x, y=y)
+
+
+def draw_partners(
+    rows: int, count: int, generator: torch.Generator, *, alpha: float, per_batch: bool
+) -> tuple[Tensor, Tensor]:
+    """All chance of the mixing: for each labeled image a row of the pool, and the share that the image keeps."""
+    partners = torch.randperm(rows + 2 * count, generator=generator)[:rows]
+    return partners, mixing_shares(1 if per_batch else rows, alpha, generator).expand(rows)
 
 
 @torch.no_grad()

@@ -147,8 +147,17 @@ def test_logged_gate_values_are_the_means_of_those_of_single_steps(tmp_path: Pat
         values = logged(single, name)
         assert logged(window, name) == pytest.approx([average(values[:3]), average(values[3:])], rel=1e-5)
     assert len(set(logged(single, "gate/open"))) == 2
-    cosines = [f"{value:.3f}" for value in logged(single, "gate/cosine")]
+    cosines = [f"{value:.4g}" for value in logged(single, "gate/cosine")]
     assert logged(window, "gate/cosines") == [" ".join(cosines[:3]), " ".join(cosines[3:])]
+
+
+def test_a_small_cosine_keeps_its_sign_in_the_log(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path)
+    trainer.window = {"gate/cosine": [1.25e-5, -3e-9, 0.0, -0.123456]}
+    trainer.state.log_history = [{"step": 4}]
+    GateMonitorCallback(trainer).on_log(trainer.args, trainer.state, trainer.control)
+    words = trainer.state.log_history[0]["gate/cosines"].split()
+    assert [float(word) for word in words] == [1.25e-5, -3e-9, 0.0, -0.1235]
 
 
 def test_a_second_training_logs_its_own_steps_only(tmp_path: Path) -> None:
