@@ -43,7 +43,7 @@ from hf_fixastep.config import parse, read, read_yaml
 from hf_fixastep.names import choose
 from hf_fixastep.procedures.rounds import PROCEDURE
 from recipes import train
-from recipes.results import FINISHED, PLACES, TABLE, read_run, write_table
+from recipes.results import FINISHED, OUTWARD, TABLE, read_run, write_table
 
 
 TYPES = (train.DataArguments, train.ModelArguments, FixAStepConfig)
@@ -123,7 +123,7 @@ def plan(file: dict[str, Any], profile: str | None, overrides: dict[str, Any]) -
 
 def fingerprint(settings: dict[str, Any]) -> str:
     """Of everything that makes a run what it is: another setting is another run."""
-    known = {name: value for name, value in settings.items() if name not in PLACES}
+    known = {name: value for name, value in settings.items() if name not in OUTWARD}
     return hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:8]
 
 

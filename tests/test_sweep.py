@@ -230,6 +230,27 @@ def test_raw_numbers_are_those_of_the_raw_weights_of_the_best_step(run):
     assert facts["raw_test_accuracy"] != facts["test_accuracy"]  # so that the test could fail
 
 
+def test_test_labels_choose_nothing(run, tmp_path, monkeypatch):
+    """With other test labels everything but the test metrics is the same."""
+
+    def wrong(args: train.DataArguments):
+        data = load_data(args)
+        labels = [(label + 1) % 6 for label in data["test"]["label"]]
+        features = data["test"].features
+        data["test"] = data["test"].remove_columns("label").add_column("label", labels).cast(features)
+        return data
+
+    load_data = train.load_data
+    monkeypatch.setattr(train, "load_data", wrong)
+    recipe = str(ROOT / "recipes/digits/mean_teacher.yaml")
+    train.main(["--config", recipe, "--output_dir", str(tmp_path / "short"), "--gate", "off", *SHORT])
+    right, other = read_run(run), read_run(tmp_path / "short")
+    kept = ("best_step", "validation_accuracy", "raw_validation_accuracy", "eval_accuracy", "log_cosine")
+    for name in (*kept, "test_predictions", "hash_labeled", "hash_unlabeled"):
+        assert other[name] == right[name]
+    assert other["test_accuracy"] != right["test_accuracy"]
+
+
 @pytest.mark.parametrize(
     ("facts", "name"),
     [
