@@ -20,7 +20,8 @@ TABLE = "results.parquet"
 FINISHED = "finished.json"  # written last; a run without it is not finished for a sweep
 SETTINGS = ("dataset", "labels_per_class", "batchnorm", "mix_alpha", "mix_temperature", "mix_per_batch", "preset")
 SETTINGS += ("seed", "split_seed", "max_steps")
-PLACES = ("data_dir", "output_dir")  # they say nothing about a run
+# What says nothing about a run: where it lies, and how it was watched and continued.
+OUTWARD = ("data_dir", "output_dir", "resume_from_checkpoint", "disable_tqdm")
 FACTS = ("procedure", "loss", "gate", "mix_labeled", "steps", "best_step", "gate_open_rate", "test_calibration_error")
 MEASURES = ("accuracy", "balanced_accuracy")
 SCORES = tuple(f"{raw}{split}_{name}" for raw in ("", "raw_") for split in ("validation", "test") for name in MEASURES)
@@ -70,7 +71,7 @@ def read_run(folder: Path) -> dict[str, Any]:
         "dataset_config": data["config"],
         "zeta": zeta_of(data["config"]),
         "oracle": bool(read_mapping("dataset_kwargs", recipe.get("dataset_kwargs")).get("oracle")),
-        "settings": json.dumps({name: recipe[name] for name in sorted(recipe) if name not in PLACES}),
+        "settings": json.dumps({name: recipe[name] for name in sorted(recipe) if name not in OUTWARD}),
         **{name: facts.get(name) for name in SCORES},
         "test_labels": answers["label"].tolist(),
         "test_predictions": answers["prediction"].tolist(),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import itertools
 import json
@@ -42,7 +43,7 @@ from hf_fixastep.config import parse, read, read_yaml
 from hf_fixastep.names import choose
 from hf_fixastep.procedures.rounds import PROCEDURE
 from recipes import train
-from recipes.results import FINISHED, PLACES, TABLE, read_run, write_table
+from recipes.results import FINISHED, OUTWARD, TABLE, read_run, write_table
 
 
 TYPES = (train.DataArguments, train.ModelArguments, FixAStepConfig)
@@ -91,9 +92,12 @@ def recipe(settings: dict[str, Any]) -> dict[str, Any]:
     """The settings on top of those of the recipe file that they name."""
     settings = dict(settings)
     path = settings.pop("config", None)
-    if path is None:
-        return settings
-    return read_yaml(path if Path(path).is_file() else ROOT / path) | settings
+    return settings if path is None else read_recipe(path) | settings
+
+
+@functools.cache
+def read_recipe(path: str) -> dict[str, Any]:
+    return read_yaml(path if Path(path).is_file() else ROOT / path)
 
 
 def plan(file: dict[str, Any], profile: str | None, overrides: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -119,7 +123,7 @@ def plan(file: dict[str, Any], profile: str | None, overrides: dict[str, Any]) -
 
 def fingerprint(settings: dict[str, Any]) -> str:
     """Of everything that makes a run what it is: another setting is another run."""
-    known = {name: value for name, value in settings.items() if name not in PLACES}
+    known = {name: value for name, value in settings.items() if name not in OUTWARD}
     return hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:8]
 
 
@@ -197,15 +201,21 @@ def work(folder: Path, settings: dict[str, Any], sweep: Connection) -> None:
 @contextlib.contextmanager
 def claimed(folder: Path) -> Iterator[None]:
     """Hold the run; the system takes the lock back when the process dies."""
-    lock = FileLock(folder / CLAIM)
     try:
-        lock.acquire(timeout=0)
+        with FileLock(folder / CLAIM, timeout=0):
+            yield
     except Timeout:
         sys.exit(TAKEN)
+
+
+def is_claimed(folder: Path) -> bool:
+    if not folder.is_dir():
+        return False
     try:
-        yield
-    finally:
-        lock.release()
+        with FileLock(folder / CLAIM, timeout=0):
+            return False
+    except Timeout:
+        return True
 
 
 def stop_with(sweep: Connection) -> None:
@@ -228,9 +238,8 @@ class Sweep:
         self.failed: dict[str, int] = {}
         self.active: dict[str, tuple[Any, Connection]] = {}
         self.context = multiprocessing.get_context("forkserver")  # the libraries are imported once, not in every run
-        self.context.set_forkserver_preload(
-            [f"hf_fixastep.{name}" for name in ("procedures", "plots", "data.registry")]
-        )
+        modules = ("procedures", "plots", "data.registry")
+        self.context.set_forkserver_preload([f"hf_fixastep.{name}" for name in modules])
 
     def run(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -239,13 +248,12 @@ class Sweep:
         print(f"{len(self.runs)} runs in {self.folder}, {len(self.runs) - len(waiting)} finished already", flush=True)
         try:
             while waiting or self.active:
-                while waiting and len(self.active) < self.jobs:
-                    self.start(waiting.popleft())
-                wait([process.sentinel for process, _ in self.active.values()])
+                while len(self.active) < self.jobs and (name := self.free_run(waiting)):
+                    self.start(name)
+                wait([process.sentinel for process, _ in self.active.values()], timeout=POLL)
                 for name, code in self.ended():
                     if code == TAKEN:
                         waiting.append(name)
-                        time.sleep(POLL if len(self.active) == 0 else 0)
                     elif code != 0:
                         self.failed[name] = code
                         print(f"failed: {name}", flush=True)
@@ -258,6 +266,16 @@ class Sweep:
             for process, _ in self.active.values():
                 process.join()
             self.collect()
+
+    def free_run(self, waiting: deque[str]) -> str | None:
+        """The first run to be done that no other sweep is at; those that another one has finished are dropped."""
+        for name in list(waiting):
+            folder = self.folder / name
+            if (folder / FINISHED).is_file() or not is_claimed(folder):
+                waiting.remove(name)
+                if not (folder / FINISHED).is_file():
+                    return name
+        return None
 
     def start(self, name: str) -> None:
         theirs, ours = self.context.Pipe(duplex=False)
@@ -287,7 +305,7 @@ class Sweep:
     def progress(self, name: str, waiting: deque[str]) -> str:
         row, done = self.rows[name], len(self.runs.keys() & (self.rows.keys() | self.failed.keys()))
         left = sum(self.expected(other) for other in (*waiting, *self.active)) / self.jobs
-        accuracy = f"test accuracy {100 * row['test_accuracy']:.1f} %, {row['seconds']:.0f} s"
+        accuracy = f"validation accuracy {100 * row['validation_accuracy']:.1f} %, {row['seconds']:.0f} s"
         return f"[{done}/{len(self.runs)}] {name}: {accuracy}; about {timedelta(seconds=round(left))} left"
 
     def expected(self, name: str) -> float:
