@@ -288,7 +288,7 @@ def chance_in_words(found: Tally, seen: NDArray) -> str:
         f"{100 * shares.std():.1f}), and the most extreme of {images:,} images near {low:.0%} and {high:.0%} "
         f"(found: {shares.min():.0%} and {shares.max():.0%})."
     )
-    return textwrap.fill(text, 100)
+    return textwrap.fill(text, 90)
 
 
 def main(argv: list[str]) -> None:
