@@ -139,7 +139,7 @@ def plot_gate_over_time(runs: pd.DataFrame, metric: str = "test_accuracy") -> Fi
         tidy(axes)
     for axes in grid[1]:
         axes.axhline(0, color=BLACK, linewidth=1)
-        axes.xaxis.set_major_locator(MaxNLocator(3 if len(columns) > 1 else 6, integer=True, steps=[1, 2, 5, 10]))
+        axes.xaxis.set_major_locator(MaxNLocator({1: 6, 2: 4}.get(len(columns), 3), integer=True, steps=[1, 2, 5, 10]))
         axes.xaxis.set_major_formatter(THOUSANDS)
     grid[0, 0].set(ylabel="Steps with an open gate")
     grid[0, 0].yaxis.set_major_formatter(percent)

@@ -256,8 +256,8 @@ def draw_shares(axes: Axes, found: Tally, seen: NDArray) -> None:
     shares = found.kept[seen] / found.batches[seen]
     expected, weights = chance(found, seen)
     width = max(1 / np.median(found.batches[seen]), 0.01)  # one batch more or less
-    low, high = (np.round(end / width) for end in (shares.min(), shares.max()))
-    edges = width * (np.arange(low - 2, high + 4) - 0.5)
+    low, high = np.round(shares.min() / width) - 2, np.round(shares.max() / width) + 2
+    edges = width * (np.arange(max(low, 0), min(high, np.round(1 / width)) + 2) - 0.5)
     axes.hist(shares, edges, color=SKY, label="images")
     axes.stairs(
         np.histogram(expected, edges, weights=weights)[0], edges, color=ORANGE, linewidth=1.8, label="by chance"
