@@ -20,7 +20,9 @@ from recipes import evaluate, train
 
 
 ROOT = Path(__file__).parents[1]
-RECIPES = sorted(path for path in (ROOT / "recipes").rglob("*.yaml") if path.parent.name != "accelerate")
+RECIPES = sorted(
+    path for path in (ROOT / "recipes").rglob("*.yaml") if path.parent.name not in ("accelerate", "search")
+)
 SHORT = [
     "--max_steps",
     "4",
