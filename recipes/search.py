@@ -34,7 +34,7 @@ from hf_fixastep.checkpoints import as_json, only_run
 from hf_fixastep.config import parse, read_yaml
 from hf_fixastep.losses import get_loss
 from hf_fixastep.names import choose
-from hf_fixastep.plots import BLUE, ORANGE, RESOLUTION, WIDTH, legend_above, percent, tidy
+from hf_fixastep.plots import BLUE, ORANGE, RESOLUTION, WIDTH, percent, tidy
 from recipes.train import DataArguments, ModelArguments, load_data, load_model
 
 
@@ -122,10 +122,10 @@ def as_options(argv: Sequence[str]) -> Options:
     found: Options = {}
     for word in argv:
         if word.startswith("--"):
-            name, *value = word[2:].split("=", 1)
-            found[name] = value
+            name, *values = word[2:].split("=", 1)
+            found[name] = values  # of an option that is given twice the last counts
         elif found:
-            found[next(reversed(found))].append(word)
+            values.append(word)
         else:
             raise ValueError(f"Found {word!r} where an option such as --config is expected.")
     return found
@@ -468,17 +468,17 @@ def plot_search(trials: list[dict[str, Any]], metric: str) -> Figure:
     figure = Figure((WIDTH, 4.0), facecolor="white", layout="constrained")
     axes = figure.add_subplot()
     tidy(axes)
-    order = range(1, len(trials) + 1)
+    order = [trial["number"] for trial in trials]
     whole = [t["validation"] if t["state"] == "complete" else math.nan for t in trials]
     broken = [math.nan if t["state"] == "complete" or t["validation"] is None else t["validation"] for t in trials]
     axes.plot(order, np.fmax.accumulate(whole), color=BLUE, drawstyle="steps-post", label="best so far")
     axes.plot(order, whole, color=BLUE, linestyle="none", marker="o", label="complete")
     if not np.isnan(broken).all():
         axes.plot(order, broken, color=ORANGE, linestyle="none", marker="x", label="pruned or diverged")
-    axes.set(xlabel="Finished trial", ylabel=f"Validation {metric.replace('_', ' ')}")
+    axes.set(xlabel="Trial", ylabel=f"Validation {metric.replace('_', ' ')}")
     axes.xaxis.set_major_locator(MaxNLocator(10, integer=True))
     axes.yaxis.set_major_formatter(percent)
-    legend_above(axes)
+    axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=3, frameon=False, borderaxespad=0)
     return figure
 
 

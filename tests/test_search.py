@@ -257,6 +257,7 @@ class Formula:
 @pytest.fixture
 def formula(monkeypatch) -> type[Formula]:
     monkeypatch.setattr(search.SearchTrainer, "runner", lambda self, values: Formula(self, values))
+    monkeypatch.setattr("gc.collect", lambda: 0)  # the Trainer does so three times per trial
     monkeypatch.setattr(Formula, "count", 0)
     monkeypatch.setattr(Formula, "stop_at", None)
     monkeypatch.setattr(Formula, "error", KeyboardInterrupt)
@@ -271,8 +272,7 @@ def finished(folder: Path) -> list[tuple]:
     return [(trial["state"], trial["values"], trial["evaluations"]) for trial in trials]
 
 
-@pytest.mark.parametrize("at", [1, 13])
-def test_an_interrupted_search_goes_on_as_if_it_had_not_been(at, formula, tmp_path):
+def test_an_interrupted_search_goes_on_as_if_it_had_not_been(formula, tmp_path):
     path = write(tmp_path, RANGES, trials=14)
     search.main(arguments(path, tmp_path / "whole"))
     whole = finished(tmp_path / "whole")
@@ -280,15 +280,18 @@ def test_an_interrupted_search_goes_on_as_if_it_had_not_been(at, formula, tmp_pa
     assert {state for state, *_ in whole} == {"complete", "pruned"}
     assert len({json.dumps(values) for _, values, _ in whole}) == 14  # the sampler does not repeat itself
 
-    formula.count, formula.stop_at = 0, at
-    with pytest.raises(SystemExit, match="the same command goes on"):
-        search.main(arguments(path, tmp_path / "parts"))
-    assert len(finished(tmp_path / "parts")) == at - 1
+    for at in (1, 13):  # in the first trial, and behind the ten that TPE draws at random
+        formula.count, formula.stop_at = 0, at
+        with pytest.raises(SystemExit, match="the same command goes on"):
+            search.main(arguments(path, tmp_path / "parts"))
+        assert finished(tmp_path / "parts") == whole[: at - 1]
     search.main(arguments(path, tmp_path / "parts"))
     assert finished(tmp_path / "parts") == whole
     trials = found(tmp_path / "parts")["trials"]
-    assert [trial["state"] for trial in trials].index("interrupted") == at - 1
-    assert trials[at - 1]["values"] == trials[at]["values"]  # tried again
+    broken = [number for number, trial in enumerate(trials) if trial["state"] == "interrupted"]
+    assert broken == [0, 13]
+    for number in broken:
+        assert trials[number]["values"] == trials[number + 1]["values"]  # tried again
 
 
 def test_a_finished_search_can_ask_for_more_trials_and_else_only_reports(formula, tmp_path):
