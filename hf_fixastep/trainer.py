@@ -533,6 +533,23 @@ class FixAStepTrainer(Trainer):
             self.loss.load_state_dict(load_file(best / LOSS_STATE))
         self.teacher = None
 
+    @property
+    def raw_weights_file(self) -> Path | None:
+        """Of the best step, whose average is the model after the training."""
+        best = self.state.best_model_checkpoint if self.args.load_best_model_at_end else None
+        file = Path(best) / RAW_WEIGHTS if best else None
+        return file if file and file.is_file() else None
+
+    @contextlib.contextmanager
+    def raw_weights(self) -> Iterator[None]:
+        """Inside, the model has the raw weights of the best step; behind it, their average again."""
+        file = cast(Path, self.raw_weights_file)
+        load_whole(self.core_model, self._averaged_weights(file.parent) | load_file(file))
+        try:
+            yield
+        finally:
+            self._load_best_model()
+
     # ---- checkpoints
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:

@@ -45,6 +45,9 @@ from hf_fixastep.procedures import get_procedure, run_procedure
 from hf_fixastep.procedures.rounds import PROCEDURE
 
 
+PREDICTIONS = "test_predictions.csv"  # class numbers, one row per test image
+
+
 @dataclass
 class DataArguments:
     """Which data to load, by name."""
@@ -182,16 +185,30 @@ def finish(trainer: FixAStepTrainer, data: Any) -> None:
     images = Images.from_dataset(data["test"], trainer.image_size)
     test = trainer.predict(images, metric_key_prefix="test")
     trainer.save_model(_internal_call=True)  # on all processes, which may each hold a shard; the push comes last
+    raw = raw_metrics(trainer, images)
     if not trainer.is_world_process_zero():
         return
-    metrics = trainer.card.facts({**validation, **test.metrics}, {"test": images})
+    metrics = trainer.card.facts({**validation, **test.metrics, **raw}, {"test": images})
+    answers = pd.DataFrame({"label": test.label_ids, "prediction": test.predictions.argmax(-1)})
+    answers.to_csv(folder / PREDICTIONS, index=False)
     # All classes, also those that test images of one's own may lack.
-    confusion = confusion_matrix(test.label_ids, test.predictions.argmax(-1), labels=range(len(trainer.class_names)))
+    confusion = confusion_matrix(answers["label"], answers["prediction"], labels=range(len(trainer.class_names)))
     figures = save_figures(pd.read_csv(folder / LOG_NAME), confusion, trainer.class_names, folder)
     trainer.card.write(metrics)
     print_table(metrics, folder, figures)
     if trainer.args.push_to_hub:
         print(f"Pushed: {trainer.card.push().commit_url}")
+
+
+def raw_metrics(trainer: FixAStepTrainer, images: Images) -> dict[str, float]:
+    """The same of the raw weights of the best step, where its checkpoint is still there."""
+    if trainer.raw_weights_file is None:
+        return {}
+    with trainer.raw_weights():
+        results = trainer.evaluate(metric_key_prefix="validation")
+        results |= trainer.predict(images, metric_key_prefix="test").metrics
+    names = ("validation_accuracy", "validation_balanced_accuracy", "test_accuracy", "test_balanced_accuracy")
+    return {f"raw_{name}": results[name] for name in names}
 
 
 def print_table(metrics: dict[str, Any], folder: Path, figures: list[Path]) -> None:

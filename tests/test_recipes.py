@@ -21,7 +21,7 @@ from recipes import evaluate, train
 
 ROOT = Path(__file__).parents[1]
 RECIPES = sorted(
-    path for path in (ROOT / "recipes").rglob("*.yaml") if path.parent.name not in ("accelerate", "search")
+    path for path in (ROOT / "recipes").rglob("*.yaml") if path.parent.name not in ("accelerate", "search", "sweeps")
 )
 SHORT = [
     "--max_steps",
