@@ -159,9 +159,11 @@ def command_line(argv: list[str]) -> tuple[Path, SweepArguments, dict[str, dict[
 
 
 def check(runs: dict[str, dict[str, Any]]) -> None:
-    """Every run's settings are read as its training will read them, before the first one starts."""
+    """Settings are read as the training will read them, before the first one starts; once for all seeds."""
+    kinds = {fingerprint(settings | {"seed": 0, "split_seed": 0}): name for name, settings in reversed(runs.items())}
     with tempfile.TemporaryDirectory() as folder:
-        for name, settings in runs.items():
+        for name in reversed(kinds.values()):
+            settings = runs[name]
             path = Path(folder) / SETTINGS
             path.write_text(yaml.safe_dump(settings))
             try:
