@@ -468,20 +468,22 @@ class Benchmark:
         alone = self.late("supervised")
         for loss in self.losses:
             self.cost(loss, alone, loss)
-        student = SafeStudentLoss(torch.randn(4 * self.small_size, CLASSES))
-        self.cost("safe_student", alone, "supervised", objective=student)
+        answers = torch.randn(4 * self.small_size, CLASSES)
+        self.cost("safe_student", alone, "supervised", lambda: SafeStudentLoss(answers))
         mixup = {"mixup": 1.0, "class_weights": [1.0] * CLASSES}
         curriculum = self.late("supervised", loss_kwargs=mixup, labeled_view="strong")
         times = self.time({"curriculum": curriculum.step, "alone": alone.step})
         self.add("cost/curriculum_labeling", over(*times.values()), f"{self.small_size}+0")
 
-    def cost(self, name: str, alone: Ready, loss: str, **settings: Any) -> None:
+    def cost(
+        self, name: str, alone: Ready, loss: str, objective: Callable[[], SemiSupervisedLoss | None] = lambda: None
+    ) -> None:
         """Steps of the base method, and of Fix-A-Step over it, against steps on as many labeled images alone."""
         jobs: dict[str, Job] = {"alone": alone.step}
         for mode in MODES:
-            base = {"gate": "off", "mix_labeled": False, **settings}
-            jobs[f"base/{mode}"] = self.late(loss, batchnorm=mode, **base).base_step
-            jobs[f"fix/{mode}"] = self.late(loss, batchnorm=mode, **settings).step
+            base = self.late(loss, batchnorm=mode, objective=objective(), gate="off", mix_labeled=False)
+            jobs[f"base/{mode}"] = base.base_step
+            jobs[f"fix/{mode}"] = self.late(loss, batchnorm=mode, objective=objective()).step
         times = self.time(jobs)
         for kind in list(jobs)[1:]:
             ratios = over(times[kind], times["alone"])

@@ -371,6 +371,19 @@ def test_costs_are_those_of_steps_behind_all_warmups(loss: str, forwards: int, t
     assert len(counts) == forwards
 
 
+def test_costs_are_those_of_both_ways_to_normalize(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = make_benchmark(tmp_path, losses="uasd")
+    groups: list[dict[str, Any]] = []
+    monkeypatch.setattr(bench, "time", lambda jobs: groups.append(jobs) or {name: [1.0] for name in jobs})
+    bench.costs()
+    uasd, student, _ = groups
+    for kind, job in [*uasd.items(), *student.items()]:
+        if kind != "alone":
+            assert job.__self__.trainer.loss.batchnorm == kind.split("/")[1]
+            assert job.__self__.trainer.mix_labeled is kind.startswith("fix")
+    assert type(job.__self__.trainer.loss).__name__ == "SafeStudentLoss"
+
+
 def test_all_methods_have_the_same_labeled_images(tmp_path: Path) -> None:
     bench = make_benchmark(tmp_path, batch_size=None)
     sizes = {(len(r.inputs["labels"]), len(r.inputs["unlabeled"])) for r in map(bench.late, ("uasd", "fixmatch"))}
