@@ -187,6 +187,16 @@ class FixAStepTrainer(Trainer):
                 f"{type(self.loss).__name__} has parameters of its own, which FSDP2 would not train; launch it with "
                 "plain data parallelism."
             )
+        if self.args.procedure:
+            self.check_procedure()
+
+    def check_procedure(self) -> None:
+        """Refuse FSDP2: Accelerate (1.15) prepares no model without its optimizer, so none that only predicts."""
+        if self.accelerator.is_fsdp2:
+            raise ValueError(
+                "A procedure predicts between its trainings, which FSDP2 cannot do with a model that is not trained; "
+                "launch it with plain data parallelism."
+            )
 
     # ---- data
 

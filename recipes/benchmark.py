@@ -11,6 +11,7 @@ b  Fix-A-Step / its convolutions alone  g  two processes / one
 c  the Trainer's loop / the bare step   h  evaluation / a bare inference loop
 d  torchvision / our views              i  growth with the batch and with the number of images
 e  the gate, host reads                 j  torch.compile / eager, only with --compile
+k  every method / labeled images alone, only with --only k
 """
 
 from __future__ import annotations
@@ -48,7 +49,9 @@ from hf_fixastep import LOSSES, FixAStepConfig, FixAStepTrainer, GradientSlots, 
 from hf_fixastep.config import own_field, parse, preset
 from hf_fixastep.data.store import PixelFile, memory
 from hf_fixastep.data.streams import PairedLoader
+from hf_fixastep.losses.base import SemiSupervisedLoss
 from hf_fixastep.names import choose
+from hf_fixastep.procedures.safe_student import SafeStudentLoss
 from recipes.meters import (
     Activations,
     Clock,
@@ -66,6 +69,7 @@ from recipes.train import ModelArguments, load_model
 
 MODES = ("separate", "joint")
 CLASSES = 10
+LATE = 999_999  # steps, behind all warm-ups
 GOALS = {
     "fix_over_base/mean_teacher/separate": "<= 1.15",
     "fix_over_base/pi_model/separate": "<= 1.10",
@@ -253,9 +257,14 @@ class Benchmark:
         return Images(pixels, torch.arange(count) % CLASSES if labeled else None)
 
     def trainer(
-        self, loss: str, labeled: int | None = None, kind: type[FixAStepTrainer] = FixAStepTrainer, **settings: Any
+        self,
+        loss: str,
+        labeled: int | None = None,
+        kind: type[FixAStepTrainer] = FixAStepTrainer,
+        objective: SemiSupervisedLoss | None = None,
+        **settings: Any,
     ) -> FixAStepTrainer:
-        """On random images, with a learning rate that leaves the network as it is."""
+        """On random images, with a learning rate that leaves the network as it is; `objective` replaces the loss."""
         args, (default, ratio) = self.args, self.sizes(loss)
         labeled = labeled or default
         config: dict[str, Any] = {
@@ -275,6 +284,7 @@ class Benchmark:
             train_dataset=self.images(max(4 * labeled, CLASSES), labeled=True),
             unlabeled_dataset=self.images(math.ceil(4 * labeled * ratio)),
             processing_class=processor,
+            loss=objective,
         )
         trainer.remove_callback(PrinterCallback)
         return trainer
@@ -453,6 +463,43 @@ class Benchmark:
                 times = self.time({"compiled": compiled.step, "eager": eager.step})
                 self.add(f"compiled_over_eager/{loss}/{mode}", over(times["compiled"], times["eager"]), note)
 
+    def costs(self) -> None:
+        """k"""
+        alone = self.late("supervised")
+        for loss in self.losses:
+            self.cost(loss, alone, loss)
+        answers = torch.randn(4 * self.small_size, CLASSES)
+        self.cost("safe_student", alone, "supervised", lambda: SafeStudentLoss(answers))
+        mixup = {"mixup": 1.0, "class_weights": [1.0] * CLASSES}
+        curriculum = self.late("supervised", loss_kwargs=mixup, labeled_view="strong")
+        times = self.time({"curriculum": curriculum.step, "alone": alone.step})
+        self.add("cost/curriculum_labeling", over(*times.values()), f"{self.small_size}+0")
+
+    def cost(
+        self, name: str, alone: Ready, loss: str, objective: Callable[[], SemiSupervisedLoss | None] = lambda: None
+    ) -> None:
+        """Steps of the base method, and of Fix-A-Step over it, against steps on as many labeled images alone."""
+        jobs: dict[str, Job] = {"alone": alone.step}
+        for mode in MODES:
+            base = self.late(loss, batchnorm=mode, objective=objective(), gate="off", mix_labeled=False)
+            jobs[f"base/{mode}"] = base.base_step
+            jobs[f"fix/{mode}"] = self.late(loss, batchnorm=mode, objective=objective()).step
+        times = self.time(jobs)
+        for kind in list(jobs)[1:]:
+            ratios = over(times[kind], times["alone"])
+            self.add(f"cost/{name}/{kind}", ratios, self.note(loss, self.small_size))
+
+    @property
+    def small_size(self) -> int:
+        """Labeled images that leave time for many unlabeled ones."""
+        return self.full_size if self.args.batch_size or self.args.device == "cuda" else self.full_size // 4
+
+    def late(self, loss: str, **settings: Any) -> Ready:
+        """Behind all warm-ups."""
+        ready = self.ready(loss, self.small_size, **settings)
+        ready.trainer.state.global_step = LATE
+        return ready
+
 
 SECTIONS = {
     "a": Benchmark.steps,
@@ -465,6 +512,7 @@ SECTIONS = {
     "h": Benchmark.evaluation,
     "i": Benchmark.growth,
     "j": Benchmark.compilation,
+    "k": Benchmark.costs,
 }
 
 

@@ -345,6 +345,51 @@ def test_views_are_compared_at_equal_work(tmp_path: Path) -> None:
         assert all(o.abs().max() <= 2 + 1e-5 for o in outputs.values())  # normalized alike
 
 
+# ---- costs of methods
+
+
+def test_costs_are_those_of_the_losses_and_the_procedures() -> None:
+    _, result = run("--only", "k", "--losses", "openmatch,mtcf", "--rounds", "1")
+    methods = [
+        f"{name}/{kind}/{mode}"
+        for name in ("openmatch", "mtcf", "safe_student")
+        for kind in ("base", "fix")
+        for mode in MODES
+    ]
+    assert result["ratios"].keys() == {f"cost/{name}" for name in [*methods, "curriculum_labeling"]}
+    assert all(value > 0 for value in result["ratios"].values())
+
+
+@pytest.mark.parametrize(("loss", "forwards"), [("supervised", 1), ("openmatch", 2), ("mtcf", 4)])
+def test_costs_are_those_of_steps_behind_all_warmups(loss: str, forwards: int, tmp_path: Path) -> None:
+    """OpenMatch: all views at once, and the teacher. MTCF: two guesses, MixMatch, and the domain head."""
+    ready = make_benchmark(tmp_path, losses="openmatch").late(loss, batchnorm="joint", gate="off", mix_labeled=False)
+    counts: list[int] = []
+    for network in (ready.model, ready.trainer.teacher.model):
+        network.register_forward_hook(lambda *_: counts.append(1))
+    ready.step() if loss == "supervised" else ready.base_step()
+    assert len(counts) == forwards
+
+
+def test_costs_are_those_of_both_ways_to_normalize(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = make_benchmark(tmp_path, losses="uasd")
+    groups: list[dict[str, Any]] = []
+    monkeypatch.setattr(bench, "time", lambda jobs: groups.append(jobs) or {name: [1.0] for name in jobs})
+    bench.costs()
+    uasd, student, _ = groups
+    for kind, job in [*uasd.items(), *student.items()]:
+        if kind != "alone":
+            assert job.__self__.trainer.loss.batchnorm == kind.split("/")[1]
+            assert job.__self__.trainer.mix_labeled is kind.startswith("fix")
+    assert type(job.__self__.trainer.loss).__name__ == "SafeStudentLoss"
+
+
+def test_all_methods_have_the_same_labeled_images(tmp_path: Path) -> None:
+    bench = make_benchmark(tmp_path, batch_size=None)
+    sizes = {(len(r.inputs["labels"]), len(r.inputs["unlabeled"])) for r in map(bench.late, ("uasd", "fixmatch"))}
+    assert sizes == {(16, 16), (16, 112)}
+
+
 def test_batches_are_those_of_the_presets_unless_given() -> None:
     def sizes(loss: str, **settings: Any) -> tuple[int, float]:
         return Benchmark(BenchmarkArguments(**settings), "").sizes(loss)

@@ -92,6 +92,13 @@ class SemiSupervisedLoss(nn.Module):
         batch.logits[view] = logits.detach()
         return logits
 
+    def logits_again(self, model: nn.Module, batch: SemiBatch, view: str) -> Tensor:
+        """Logits of one view from a second forward: joint, beside the labeled images, as its twin was in the first."""
+        if self.batchnorm == "separate":
+            return self.view_logits(model, batch, view)
+        with frozen_batchnorm(model):
+            return self.logits(model, batch, view)[1]
+
     def outputs(self, model: nn.Module, batch: SemiBatch, *views: str) -> tuple[tuple[Any, ...], list[Any]]:
         """`logits`, and the features behind them: what the classification head sees."""
         with head_inputs(model, batch.y.shape[1]) as seen:

@@ -42,7 +42,7 @@ class DS3L(SemiSupervisedLoss):
     def forward(self, model: nn.Module, batch: SemiBatch, teacher: nn.Module | None) -> Losses:
         with sdpa_kernel(SDPBackend.MATH):  # the only attention with a second derivative
             labeled, first = self.logits(model, batch, "weak")
-            second = self.view_logits(model, batch, "weak_2")
+            second = self.logits_again(model, batch, "weak_2")
             change = (second.softmax(-1) - first.detach().softmax(-1)).square().mean(-1)
             weights = self.net(first.softmax(-1)).sigmoid().squeeze(1)
             rows = len(labeled) + len(first)

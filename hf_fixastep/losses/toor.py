@@ -77,7 +77,7 @@ class TOOR(SemiSupervisedLoss):
 
     def forward(self, model: nn.Module, batch: SemiBatch, teacher: nn.Module | None) -> Losses:
         (labeled, first), (labeled_features, features) = self.outputs(model, batch, "weak")
-        second = self.view_logits(model, batch, "weak_2")
+        second = self.logits_again(model, batch, "weak_2")
         if self.batchnorm == "separate":  # the unlabeled loss has a graph of its own
             with frozen_batchnorm(model), head_inputs(model, batch.y.shape[1]) as seen:
                 model(pixel_values=batch.x)

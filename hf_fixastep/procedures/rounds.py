@@ -86,6 +86,7 @@ class Rounds:
     ) -> None:
         if not isinstance(trainer.eval_dataset, Images):
             raise ValueError("A procedure chooses by validation images, but the trainer has not one eval_dataset.")
+        trainer.check_procedure()
         self.trainer, self.make_model = trainer, make_model
         self.folder = Path(str(trainer.args.output_dir))
         self.labeled = trainer.train_dataset

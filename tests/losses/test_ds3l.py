@@ -36,9 +36,10 @@ def terms(loss, model, batch, mode):
     """Logits of the labeled rows, the change of each unlabeled row, and its weight, in this model."""
     if mode == "joint":
         labeled, first = forward(model, batch.x, batch.views["weak"])
+        _, second = forward(model, batch.x, batch.views["weak_2"])
     else:
         (labeled,), (first,) = forward(model, batch.x), forward(model, batch.views["weak"])
-    (second,) = forward(model, batch.views["weak_2"])
+        (second,) = forward(model, batch.views["weak_2"])
     change = ((second.softmax(1) - first.detach().softmax(1)) ** 2).sum(1) / first.shape[1]
     return labeled, change, net_by_hand(loss, first.softmax(1))
 

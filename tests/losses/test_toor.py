@@ -69,10 +69,11 @@ def test_losses_and_gradients_are_those_of_the_formula(mode, model, batch):
     if mode == "joint":
         logits, weak = forward(model, batch.x, batch.views["weak"])
         labeled_rows, rows = features(model, batch.x, batch.views["weak"])
+        _, second = forward(model, batch.x, batch.views["weak_2"])
     else:
         (logits,), (weak,) = forward(model, batch.x), forward(model, batch.views["weak"])
         (labeled_rows,), (rows,) = features(model, batch.x), features(model, batch.views["weak"])
-    (second,) = forward(model, batch.views["weak_2"])
+        (second,) = forward(model, batch.views["weak_2"])
 
     scores = [max(AVERAGES[row]) for row in batch.index]
     known = [score > 0.6 for score in scores]

@@ -1,4 +1,4 @@
-"""A procedure on two processes: both end with the same, and it resumes to the bit."""
+"""A procedure on two processes: both end with the same, and it resumes to the bit. Under FSDP2 it does not start."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from safetensors.torch import load_file, save_file
 from hf_fixastep import FixAStepTrainer
 from hf_fixastep.procedures import CurriculumLabeling, Procedure, SafeStudent
 from tests.runs import assert_equal, largest_difference, weights
+from tests.slow.test_distributed import Sharded
 from tests.slow.test_two_processes import launch
-from tests.test_procedures import interrupting, run
+from tests.test_procedures import interrupting, run, template
 from tests.test_resume import Interrupted
 
 
@@ -37,12 +38,18 @@ def main(folder: Path) -> None:
         with pytest.raises(Interrupted):
             run(procedure, folder / name / "parts", kind=interrupting(broken_off, 2))
         keep(f"{name}-parts", run(procedure, folder / name / "parts", resume=True))
+    refusal = "^A procedure predicts between its trainings, which FSDP2 cannot do"
+    with pytest.raises(ValueError, match=refusal):  # last, for there is no way back from FSDP2
+        run(procedure, folder / "sharded", kind=Sharded)
+    with pytest.raises(ValueError, match=refusal):  # as in a recipe
+        template(folder / "sharded", Sharded, procedure="safe_student")
+    assert not list((folder / "sharded").iterdir())
 
 
 @pytest.fixture(scope="module")
 def launched(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("launched")
-    result = launch("-m", "tests.slow.test_procedures", str(folder))
+    result = launch("-m", "tests.slow.test_procedures", str(folder), FSDP_VERSION="2")
     assert result.returncode == 0, result.stderr[-3000:]
     return folder
 

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,7 @@ PROJECT = {"gate": "project"}
 PARTS = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 2}  # per process; one process has 8 at once
 LARGE_BATCHES: dict[str, dict[str, Any]] = {"drop": {}, "project": PROJECT, "parts": PARTS}
 SAVING = {"save_strategy": "steps", "save_steps": 3}
+LIMITED = ("head_and_norms", "lora")  # what is trained
 
 
 # ---- what both the launched processes and this one can do
@@ -114,6 +116,13 @@ def main(folder: Path) -> None:
         run = train(trainer)
         keep(f"large-{name}", run.raw[-1], open=logged(trainer, "gate/open"), loss=logged(trainer))
 
+    for name in LIMITED if find_spec("peft") else LIMITED[:1]:
+        trainer = without_batchnorm(folder / name, trainable=name, per_device_train_batch_size=4, **SAVING)
+        keep(f"limited-{name}", train(trainer).raw[-1])
+        trainer.save_model(str(folder / f"limited-{name}"))
+        second = without_batchnorm(folder / "other", trainable=name, per_device_train_batch_size=4, **SAVING)
+        keep(f"limited-{name}-resumed", train(second, str(folder / name / "checkpoint-3")).raw[-1])
+
     whole = train(with_batchnorm(folder / "whole", "fixmatch", "joint", steps_per_epoch=4, **SAVING))
     keep("whole", whole.raw[-1])
     second = with_batchnorm(folder / "other", "fixmatch", "joint", steps_per_epoch=4, **SAVING)
@@ -177,6 +186,23 @@ def test_two_processes_are_one_with_twice_the_batch(name: str, launched: Path, t
         assert found["open"] == logged(trainer, "gate/open")
         assert found["loss"] == pytest.approx(logged(trainer), abs=1e-5)
         assert_near(kept(launched, f"large-{name}", rank), run.raw[-1])
+
+
+@pytest.mark.parametrize("name", LIMITED)
+def test_a_part_of_a_network_trains_on_two_processes_as_on_one(name: str, launched: Path, tmp_path: Path) -> None:
+    if name == "lora":
+        pytest.importorskip("peft", reason="peft, the extra of the same name, is not installed")
+    alone = without_batchnorm(tmp_path, trainable=name, per_device_train_batch_size=8)
+    expected = train(alone).raw
+    assert largest_difference(expected[0], expected[-1]) > 1e-3
+    assert_near(kept(launched, f"limited-{name}"), expected[-1])
+    for run, rank in (("", 1), ("-resumed", 0), ("-resumed", 1)):
+        assert_equal(kept(launched, f"limited-{name}{run}", rank), kept(launched, f"limited-{name}"))
+    alone.save_model(str(tmp_path / "saved"))
+    saved = (
+        AutoModelForImageClassification.from_pretrained(f) for f in (launched / f"limited-{name}", tmp_path / "saved")
+    )
+    assert_near(*map(weights, saved))
 
 
 def test_running_statistics_are_the_mean_over_the_processes(launched: Path, tmp_path: Path) -> None:
