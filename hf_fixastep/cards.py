@@ -22,6 +22,7 @@ from hf_fixastep import hub
 from hf_fixastep.checkpoints import digest
 from hf_fixastep.data.registry import DATASETS, check_shareable, export_dataset
 from hf_fixastep.models import WideResNetConfig
+from hf_fixastep.names import METHODS
 
 
 FIGURES = {
@@ -38,22 +39,6 @@ PRIVATE = re.compile(r"output_dir|push_to_hub|hub_.*|.*_token|resume_from_checkp
 TOKEN = re.compile(rb"hf_[A-Za-z0-9]{20,}")
 NO_LICENSE = "Not stated yet."
 
-METHODS = {
-    "supervised": "labeled images alone",
-    "pi_model": "Pi-model",
-    "mean_teacher": "Mean Teacher",
-    "pseudo_label": "Pseudo-label",
-    "vat": "virtual adversarial training",
-    "mixmatch": "MixMatch",
-    "fixmatch": "FixMatch",
-    "uasd": "UASD",
-    "ds3l": "DS3L",
-    "mtcf": "MTCF",
-    "openmatch": "OpenMatch",
-    "toor": "TOOR",
-    "curriculum_labeling": "Curriculum Labeling",
-    "safe_student": "Safe-Student",
-}
 FIX_A_STEP = """@inproceedings{huang2023fixastep,
   title = {Fix-A-Step: Semi-supervised Learning From Uncurated Unlabeled Data},
   author = {Huang, Zhe and Sidhom, Mary-Joy and Wessler, Benjamin S. and Hughes, Michael C.},

@@ -17,24 +17,11 @@ import yaml
 from numpy.typing import NDArray
 from scipy import stats  # comes with scikit-learn
 
+from hf_fixastep.names import METHODS
+
 
 METRICS = ("test_accuracy", "test_balanced_accuracy")
 DRAWS, SEED, TAIL = 4000, 0, 0.025
-NAMES = {
-    "pi_model": "Pi-model",
-    "mean_teacher": "Mean Teacher",
-    "pseudo_label": "Pseudo-label",
-    "vat": "VAT",
-    "mixmatch": "MixMatch",
-    "fixmatch": "FixMatch",
-    "uasd": "UASD",
-    "ds3l": "DS3L",
-    "mtcf": "MTCF",
-    "openmatch": "OpenMatch",
-    "toor": "TOOR",
-    "curriculum_labeling": "Curriculum Labeling",
-    "safe_student": "Safe-Student",
-}
 RIVALS = ("uasd", "ds3l", "mtcf", "openmatch", "toor", "curriculum_labeling", "safe_student")
 LABELED_ONLY, BASE, FIX_A_STEP = "labeled-only", "base", "Fix-A-Step"
 VARIANTS = (LABELED_ONLY, BASE, "+G", "+A", FIX_A_STEP)
@@ -221,7 +208,7 @@ def plain(value: Any) -> Any:
 
 def order_of(group: Group) -> tuple[Any, ...]:
     s = group.settings
-    methods = ["supervised", *NAMES]
+    methods = list(METHODS)
     place = methods.index(group.method) if group.method in methods else len(methods)
     data = (s["dataset"], s["dataset_config"] or "", s["labels_per_class"] or 0)
     zeta = -1 if s["zeta"] is None else s["zeta"]
@@ -377,7 +364,7 @@ def name_of(group: Group) -> str:
     """Such as FixMatch + Fix-A-Step."""
     if group.variant == LABELED_ONLY:
         return LABELED_ONLY
-    name = NAMES.get(group.method, group.method)
+    name = METHODS.get(group.method, group.method)
     if group.settings["oracle"]:
         name += " with perfect filtering"
     return (

@@ -1,9 +1,27 @@
-"""Names that users give: the one rule for those that do not exist."""
+"""Names: of the methods in prose, and the one rule for those that users give and that do not exist."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+
+
+METHODS = {
+    "supervised": "labeled images alone",
+    "pi_model": "Pi-model",
+    "mean_teacher": "Mean Teacher",
+    "pseudo_label": "Pseudo-label",
+    "vat": "VAT",
+    "mixmatch": "MixMatch",
+    "fixmatch": "FixMatch",
+    "uasd": "UASD",
+    "ds3l": "DS3L",
+    "mtcf": "MTCF",
+    "openmatch": "OpenMatch",
+    "toor": "TOOR",
+    "curriculum_labeling": "Curriculum Labeling",
+    "safe_student": "Safe-Student",
+}
 
 
 def choose(what: str, found: str, valid: Iterable[str]) -> str:

@@ -18,7 +18,6 @@ from hf_fixastep.comparison import (
     FIX_A_STEP,
     LABELED_ONLY,
     MIXING,
-    NAMES,
     RIVALS,
     VARIANTS,
     Group,
@@ -28,6 +27,7 @@ from hf_fixastep.comparison import (
     mean_interval,
     own_base,
 )
+from hf_fixastep.names import METHODS
 from hf_fixastep.plots import BLACK, BLUE, GREEN, ORANGE, RESOLUTION, THOUSANDS, WIDTH, percent, tidy
 
 
@@ -79,7 +79,7 @@ def plot_ablation(runs: pd.DataFrame, metric: str = "test_accuracy") -> Figure:
         draw_bars(axes, [group for group in bars if group.settings["zeta"] == zeta], methods, floor or 0.0, metric)
         axes.set_title("" if zeta is None else f"zeta {zeta:g}", loc="left", size=10)
         axes.yaxis.set_major_formatter(percent)
-    names = [NAMES.get(method, method) for method in methods]
+    names = [METHODS.get(method, method) for method in methods]
     panels[-1].set_xticks(range(len(names)), [name.replace(" ", "\n") for name in names] if len(names) > 4 else names)
     panels[-1].set_xlim(-0.6, len(names) - 0.4)
     figure.supylabel(SCORES[metric], size=10)
@@ -194,7 +194,7 @@ def column_of(group: Group) -> str | None:
 
 
 def by_method(groups: Sequence[Group]) -> Iterator[tuple[str, list[Group]]]:
-    known = [*NAMES, *sorted({group.method for group in groups} - {*NAMES})]
+    known = [*METHODS, *sorted({group.method for group in groups} - {*METHODS})]
     for method in known:
         if chosen := [group for group in groups if group.method == method]:
             yield method, chosen
@@ -211,7 +211,7 @@ def mixing_families(groups: Sequence[Group]) -> Iterator[tuple[str, list[Group]]
             first = family[0]
             zeta = "" if first.settings["zeta"] is None else f"\nzeta {first.settings['zeta']:g}"
             order = sorted(family, key=lambda g: (g.settings["mix_temperature"], g.settings["mix_alpha"]))
-            yield NAMES.get(first.method, first.method) + zeta, order
+            yield METHODS.get(first.method, first.method) + zeta, order
 
 
 def is_labeled_only(group: Group) -> bool:
@@ -248,9 +248,9 @@ def beside(count: int, height: float) -> tuple[Figure, list[Axes]]:
 
 def style(method: str) -> dict[str, Any]:
     """Colour and marker of a method, the same in all figures."""
-    ours = [name for name in NAMES if name not in RIVALS]
+    ours = [name for name in METHODS if name not in (*RIVALS, "supervised")]
     place = RIVALS.index(method) if method in RIVALS else ours.index(method) if method in ours else len(ours)
-    return style_of(place, NAMES.get(method, method), dashed=method in RIVALS)
+    return style_of(place, METHODS.get(method, method), dashed=method in RIVALS)
 
 
 def style_of(place: int, label: str, dashed: bool = False) -> dict[str, Any]:

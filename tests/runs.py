@@ -19,6 +19,20 @@ from hf_fixastep import WideResNetForImageClassification as WideResNet
 gc.freeze()
 atexit.register(gc.unfreeze)
 
+# Of a recipe that is to last a few seconds.
+SHORT = [
+    "--max_steps",
+    "4",
+    "--logging_steps",
+    "2",
+    "--eval_steps",
+    "2",
+    "--save_steps",
+    "2",
+    "--disable_tqdm",
+    "true",
+]
+
 EAGER = {"threshold": 0.36}  # of untrained networks of three classes, which are sure of nothing
 # The arguments with which each of these goes through all its phases in a few steps.
 RIVALS: dict[str, dict[str, Any]] = {

@@ -24,7 +24,6 @@ from hf_fixastep.cards import (
     CITATIONS,
     FIGURES,
     FIX_A_STEP,
-    METHODS,
     Run,
     escape,
     intervals,
@@ -37,6 +36,7 @@ from hf_fixastep.cards import (
     wilson,
 )
 from hf_fixastep.checkpoints import digest
+from hf_fixastep.names import METHODS
 
 
 ROOT = Path(__file__).parents[1]

@@ -27,7 +27,7 @@ ALLOWED = {
     "hub": set(),
     "config": {"gate", "hub", "schedules", "teacher", "names"},
     "checkpoints": {"names"},
-    "cards": {"checkpoints", "data", "hub", "models"},
+    "cards": {"checkpoints", "data", "hub", "models", "names"},
     "callbacks": {"cards", "checkpoints", "gate", "hub", "losses", "schedules", "teacher", "names"},
     "data.doctor": {"data", "models", "names"},  # a program, which times a step
     "data": {"hub", "names"},
@@ -37,7 +37,7 @@ ALLOWED = {
     "intervals": {"names"},
     "plots": {"names"},
     "comparison": {"names"},
-    "study_plots": {"comparison", "plots"},
+    "study_plots": {"comparison", "names", "plots"},
     "predict": {"calibration", "data", "hub"},
     "open_set": {"names"},
     "trainable": {"functional", "names"},

@@ -17,24 +17,13 @@ from hf_fixastep.checkpoints import only_run
 from hf_fixastep.config import parse
 from hf_fixastep.data import phantom
 from recipes import evaluate, train
+from tests.runs import SHORT
 
 
 ROOT = Path(__file__).parents[1]
 RECIPES = sorted(
     path for path in (ROOT / "recipes").rglob("*.yaml") if path.parent.name not in ("accelerate", "search", "sweeps")
 )
-SHORT = [
-    "--max_steps",
-    "4",
-    "--logging_steps",
-    "2",
-    "--eval_steps",
-    "2",
-    "--save_steps",
-    "2",
-    "--disable_tqdm",
-    "true",
-]
 
 
 def arguments(recipe: str, folder: Path, *more: str) -> list[str]:

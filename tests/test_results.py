@@ -8,7 +8,8 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from hf_fixastep.comparison import NAMES, compare, sentences
+from hf_fixastep.comparison import compare, sentences
+from hf_fixastep.names import METHODS
 from recipes.results import read_runs
 
 
@@ -19,7 +20,7 @@ VARIANTS = {"base": "", "+G": " +G", "+A": " +A", "Fix-A-Step": " + Fix-A-Step"}
 
 
 def name_of(loss: str, variant: str) -> str:
-    return "labeled images alone" if loss == "supervised" else NAMES[loss] + VARIANTS[variant]
+    return METHODS[loss] + VARIANTS.get(variant, "")
 
 
 def percent(values: pd.Series) -> str:

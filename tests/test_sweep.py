@@ -20,23 +20,12 @@ from hf_fixastep.trainer import RAW_WEIGHTS
 from recipes import sweep, train
 from recipes.evaluate import Run
 from recipes.results import read_run, read_runs, variant, write_table
+from tests.runs import SHORT
 
 
 ROOT = Path(__file__).parents[1]
 SWEEPS = sorted((ROOT / "recipes/sweeps").glob("*.yaml"))
 PROFILES = [(path, profile) for path in SWEEPS for profile in (None, *read_yaml(path).get("profiles", {}))]
-SHORT = [
-    "--max_steps",
-    "4",
-    "--logging_steps",
-    "2",
-    "--eval_steps",
-    "2",
-    "--save_steps",
-    "2",
-    "--disable_tqdm",
-    "true",
-]
 
 
 def settings(runs: dict[str, dict], *names: str) -> list[tuple]:
