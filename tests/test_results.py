@@ -61,6 +61,7 @@ def short_rows(runs: pd.DataFrame) -> list[str]:
     ("file", "name", "rows"),
     [
         ("recipes/README.md", "cifar10_cpu", cifar_rows),
+        ("recipes/README.md", "digits", digits_rows),
         ("README.md", "cifar10_cpu", short_rows),
     ],
 )
@@ -73,7 +74,7 @@ def test_every_row_of_a_readme_is_that_of_the_table(file, name, rows):
     assert sorted(table[2:]) == sorted(wanted)  # and no other row
 
 
-@pytest.mark.parametrize("name", ["cifar10_cpu"])
+@pytest.mark.parametrize("name", ["cifar10_cpu", "digits"])
 def test_every_quoted_answer_is_one_of_the_comparison(name):
     """A line of a README that begins like an answer of compare.py is one."""
     runs = read_runs([RESULTS / f"{name}.parquet"])
@@ -84,7 +85,7 @@ def test_every_quoted_answer_is_one_of_the_comparison(name):
     assert quoted or name == "digits"
 
 
-@pytest.mark.parametrize("name", ["cifar10_cpu"])
+@pytest.mark.parametrize("name", ["cifar10_cpu", "digits"])
 def test_a_committed_table_names_no_machine(name):
     text = read_runs([RESULTS / f"{name}.parquet"]).astype(str).to_csv()
     assert "/work" not in text
