@@ -10,22 +10,22 @@ from hf_fixastep.models import register
 
 if TYPE_CHECKING:
     from hf_fixastep.config import FixAStepConfig
+    from hf_fixastep.data.images import Images
     from hf_fixastep.data.registry import export_dataset, list_datasets, load_dataset
-    from hf_fixastep.data.streams import Images
     from hf_fixastep.data.views import Views
-    from hf_fixastep.gate import GradientSlots
     from hf_fixastep.losses import LOSSES, get_loss
     from hf_fixastep.losses.base import Losses, SemiSupervisedLoss
     from hf_fixastep.models import WideResNetConfig, WideResNetForImageClassification
     from hf_fixastep.procedures import PROCEDURES, get_procedure, run_procedure
+    from hf_fixastep.step.gate import GradientSlots
     from hf_fixastep.trainer import FixAStepTrainer
 
 # Where each public name lives; imported when first asked for, so that `import hf_fixastep` stays quick.
 _HOMES = {
     "FixAStepConfig": "config",
     "FixAStepTrainer": "trainer",
-    "GradientSlots": "gate",
-    "Images": "data.streams",
+    "GradientSlots": "step.gate",
+    "Images": "data.images",
     "LOSSES": "losses",
     "Losses": "losses.base",
     "PROCEDURES": "procedures",

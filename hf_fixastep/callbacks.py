@@ -20,10 +20,10 @@ from huggingface_hub import CommitInfo
 from transformers import ProgressCallback, TrainerCallback, TrainerControl, TrainerState
 from transformers.trainer_utils import HubStrategy
 
-from hf_fixastep import cards, hub
 from hf_fixastep.checkpoints import as_json, digest, newest_complete
+from hf_fixastep.hub import cards, client
 from hf_fixastep.losses import LOSSES
-from hf_fixastep.schedules import ramp_length, unlabeled_ramp
+from hf_fixastep.step.schedules import ramp_length, unlabeled_ramp
 
 
 if TYPE_CHECKING:
@@ -91,7 +91,9 @@ class ProgressBarCallback(ProgressCallback):
         super().__init__()
         self.numbers: dict[str, str] = {}
 
-    def on_log(self, args: Any, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any) -> None:
+    def on_log(
+        self, args: Any, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any
+    ) -> None:
         if self.training_bar is not None:
             self.numbers |= {self.shown[name]: f"{logs[name]:.3f}" for name in self.shown if name in logs}
             self.training_bar.set_postfix(self.numbers, refresh=False)
@@ -157,7 +159,9 @@ class HubCardCallback(TrainerCallback):
         opened = [row["gate/open"] for row in state.log_history if "gate/open" in row]
         losses = {kind: name for name, kind in LOSSES.items()}
         labels = {name: images.labels for name, images in splits.items() if f"{name}_accuracy" in results}
-        support = {name: labels[name].bincount(minlength=len(trainer.class_names)).tolist() for name in labels}
+        support = {
+            name: labels[name].bincount(minlength=len(trainer.class_names)).tolist() for name in labels
+        }
         return {
             "procedure": trainer.args.procedure,
             "loss": losses.get(type(trainer.loss), type(trainer.loss).__name__),
@@ -168,10 +172,15 @@ class HubCardCallback(TrainerCallback):
             "best_step": state.best_global_step if self.is_best() else None,
             "images": {name: len(images) for name, images in splits.items()},
             "gate_open_rate": sum(opened) / len(opened) if opened else None,
-            **{name: value for name, value in results.items() if not name.endswith(("_second", "_time", "_runtime"))},
+            **{
+                name: value
+                for name, value in results.items()
+                if not name.endswith(("_second", "_time", "_runtime"))
+            },
             "support": support,
             "intervals": cards.intervals(results, support),
-            "dataset": self.dataset | {"hashes": {name: images.fingerprint for name, images in splits.items()}},
+            "dataset": self.dataset
+            | {"hashes": {name: images.fingerprint for name, images in splits.items()}},
             "parameters": sum(p.numel() for p in trainer.core_model.parameters()),
             "started_from": getattr(trainer.core_model.config, "name_or_path", None) or None,
             "speed": self.speed(),
@@ -185,7 +194,11 @@ class HubCardCallback(TrainerCallback):
     def splits(self) -> dict[str, Any]:
         """All images that the trainer has."""
         tested = self.trainer.eval_dataset
-        named = {f"validation_{name}": images for name, images in tested.items()} if isinstance(tested, dict) else {}
+        named = (
+            {f"validation_{name}": images for name, images in tested.items()}
+            if isinstance(tested, dict)
+            else {}
+        )
         found: dict[str, Any] = {"labeled": self.trainer.train_dataset, "unlabeled": self.trainer.unlabeled}
         found |= named or {"validation": tested}
         return {name: images for name, images in found.items() if images is not None}
@@ -229,7 +242,7 @@ class HubCardCallback(TrainerCallback):
         try:
             return self._push(self._files(cards.Run.read(self.folder)), message, **where)
         except (OSError, ValueError) as error:
-            raise OSError(f"{error} The model is saved; to push it: python recipes/push.py {self.folder}") from error
+            raise OSError(f"{error} The model is saved; to push it: fixastep push {self.folder}") from error
 
     def _files(self, run: cards.Run) -> dict[str, bytes | Path]:
         args = self.trainer.args
@@ -239,10 +252,12 @@ class HubCardCallback(TrainerCallback):
         args = self.trainer.args
         usual = {"private": args.hub_private_repo, "revision": args.hub_revision, "token": args.hub_token}
         where = usual | {name: value for name, value in where.items() if value is not None}
-        return hub.push_files(files, str(args.hub_model_id), message=message, stale=cards.ALLOWED, **where)
+        return client.push_files(files, str(args.hub_model_id), message=message, stale=cards.ALLOWED, **where)
 
     def on_save(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        wanted = args.push_to_hub and args.hub_strategy == HubStrategy.EVERY_SAVE and state.is_world_process_zero
+        wanted = (
+            args.push_to_hub and args.hub_strategy == HubStrategy.EVERY_SAVE and state.is_world_process_zero
+        )
         if not wanted or (self.pushing is not None and self.pushing.is_alive()):
             return
         try:
@@ -250,7 +265,8 @@ class HubCardCallback(TrainerCallback):
         except ValueError as error:
             logger.warning("%s Nothing was pushed; the training goes on.", error)
             return
-        files[cards.WEIGHTS] = Path(str(files[cards.WEIGHTS])).read_bytes()  # the checkpoint may be pruned meanwhile
+        # The checkpoint may be pruned meanwhile.
+        files[cards.WEIGHTS] = Path(str(files[cards.WEIGHTS])).read_bytes()
         self.pushing = threading.Thread(target=self._push_aside, args=(files, state.global_step), daemon=True)
         self.pushing.start()
 
@@ -297,7 +313,8 @@ class SignalCallback(TrainerCallback):
 
     def _receive(self, number: int, frame: Any) -> None:
         self.received = number
-        for each in self.signals:  # not by a handler of ours, which would wait for a collective call to return
+        # Not by a handler of ours, which would wait for a collective call to return.
+        for each in self.signals:
             signal.signal(each, signal.SIG_DFL)
 
     def restore(self) -> None:

@@ -1,4 +1,6 @@
-"""Checkpoints that are complete or not there: written aside, listed with their hashes, renamed at the very end."""
+"""Checkpoints that are complete or not there: written aside, listed with their hashes, renamed at the very
+end.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ from accelerate.utils import broadcast_object_list
 from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 
-from hf_fixastep.names import choose
+from hf_fixastep.checks import check_choice
 
 
 logger = logging.getLogger(__name__)
@@ -29,7 +31,14 @@ RUN = "fixastep.json"  # what a checkpoint may be resumed with
 PARTIAL = "_partial"  # checkpoints being written or removed; what a dead run left there goes at the next save
 LOCK = "_lock"
 
-OPTIMIZER_SETTINGS = ("learning_rate", "weight_decay", "optim_args", "adam_beta1", "adam_beta2", "adam_epsilon")
+OPTIMIZER_SETTINGS = (
+    "learning_rate",
+    "weight_decay",
+    "optim_args",
+    "adam_beta1",
+    "adam_beta2",
+    "adam_epsilon",
+)
 # Settings that decide on the numbers of a run. How often it logs, evaluates and saves may change.
 SETTINGS = (
     *OPTIMIZER_SETTINGS,
@@ -52,9 +61,15 @@ def saving(checkpoint: Path) -> Iterator[Path]:
     partial = checkpoint.parent / PARTIAL
     try:
         yield partial / checkpoint.name
-    except (OSError, RuntimeError, SafetensorError) as error:  # torch and safetensors have errors of their own
+    except (
+        OSError,
+        RuntimeError,
+        SafetensorError,
+    ) as error:  # torch and safetensors have errors of their own
         shutil.rmtree(partial, ignore_errors=True)
-        raise OSError(f"{checkpoint} could not be saved, earlier checkpoints are as they were: {error}") from error
+        raise OSError(
+            f"{checkpoint} could not be saved, earlier checkpoints are as they were: {error}"
+        ) from error
 
 
 def publish(written: Path, checkpoint: Path) -> None:
@@ -75,7 +90,8 @@ def prune(checkpoint: Path, limit: int | None, best: str | None) -> None:
     found = checkpoints(checkpoint.parent)
     kept = {checkpoint.resolve(), *([Path(best).resolve()] if best else [])}
     others = [folder for folder in found if folder.resolve() not in kept]
-    others.sort(key=lambda folder: step_of(folder) <= step_of(checkpoint))  # later ones are of a run that was given up
+    # Later ones are of a run that was given up.
+    others.sort(key=lambda folder: step_of(folder) <= step_of(checkpoint))
     surplus = len(found) - max(limit, len(found) - len(others)) if limit and limit > 0 else 0
     partial = checkpoint.parent / PARTIAL
     for folder in others[: max(surplus, 0)]:
@@ -117,7 +133,8 @@ def only_run(output_dir: str | Path) -> Iterator[None]:
     try:
         yield
     finally:
-        with contextlib.suppress(OSError):  # a folder that became read-only has a more important error to tell
+        # A folder that became read-only has a more important error to tell.
+        with contextlib.suppress(OSError):
             path.unlink()
         lock.release()
 
@@ -127,7 +144,9 @@ def only_run(output_dir: str | Path) -> Iterator[None]:
 
 def checkpoints(output_dir: str | Path) -> list[Path]:
     """All folders named checkpoint-N, by N."""
-    found = [path for path in Path(output_dir).glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", path.name)]
+    found = [
+        path for path in Path(output_dir).glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", path.name)
+    ]
     return sorted((path for path in found if path.is_dir()), key=step_of)
 
 
@@ -173,14 +192,17 @@ def find_checkpoint(output_dir: str | Path) -> str:
     newest, skipped = broadcast_object_list([newest_complete(output_dir) if is_main else None])[0]
     if newest is None:
         damaged = f", only damaged ones: {', '.join(skipped)}" if skipped else ""
-        raise ValueError(f"{output_dir} holds no checkpoint to resume{damaged}; leave out resume_from_checkpoint.")
+        raise ValueError(
+            f"{output_dir} holds no checkpoint to resume{damaged}; leave out resume_from_checkpoint."
+        )
     if skipped and is_main:
         logger.warning("Skipped %s; resuming from %s.", ", ".join(skipped), newest)
     return newest
 
 
 def check_run(checkpoint: str | Path, run: dict[str, Any], ignored: Iterable[str]) -> set[str]:
-    """Refuse to continue a damaged checkpoint or one of another run; return the changed settings to be ignored.
+    """Refuse to continue a damaged checkpoint or one of another run; return the changed settings to be
+    ignored.
 
     Args:
         run: what must not change, with the settings that may change where `ignored` names them in "settings".
@@ -195,7 +217,7 @@ def check_run(checkpoint: str | Path, run: dict[str, Any], ignored: Iterable[str
     if not (folder / RUN).is_file():
         raise ValueError(f"{folder} holds no {RUN}, so it is not a checkpoint to resume of this package.")
     for name in ignored:
-        choose("setting to ignore", name, SETTINGS)
+        check_choice("setting to ignore", name, SETTINGS)
     saved, run = json.loads((folder / RUN).read_text()), as_json(run)
     old, new = saved.pop("settings"), run.pop("settings")
     if changed := {name for name in run if saved.get(name) != run[name]}:

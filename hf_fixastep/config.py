@@ -6,21 +6,17 @@ import copy
 import dataclasses
 import logging
 import os
-import re
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-import yaml
-from transformers import HfArgumentParser, IntervalStrategy, TrainingArguments
+from transformers import IntervalStrategy, TrainingArguments
 from transformers.trainer_utils import HubStrategy
 from transformers.utils import is_torch_tf32_available
 
-from hf_fixastep.gate import GATES
-from hf_fixastep.hub import check_license, check_repo_id
-from hf_fixastep.names import choose
-from hf_fixastep.schedules import RAMPS
+from hf_fixastep.checks import check_choice
+from hf_fixastep.hub.client import check_license, check_repo_id
+from hf_fixastep.step.gate import GATES
+from hf_fixastep.step.schedules import RAMPS
 
 
 logger = logging.getLogger(__name__)
@@ -33,8 +29,8 @@ SGD: dict[str, Any] = {
     "weight_decay": 5e-4,
 }
 ADAM: dict[str, Any] = {"optim": "adam", "optim_args": None, "learning_rate": 2e-3, "weight_decay": 4e-5}
-# Rivals in the line of Oliver et al., 2018, arXiv 1804.09170: no weight decay, a slow sigmoid ramp. The official codes
-# multiply the learning rate by 0.2 near the end.
+# Rivals in the line of Oliver et al., 2018, arXiv 1804.09170: no weight decay, a slow sigmoid ramp. The
+# official codes multiply the learning rate by 0.2 near the end.
 OLIVER: dict[str, Any] = {
     **ADAM,
     "learning_rate": 3e-4,
@@ -44,8 +40,9 @@ OLIVER: dict[str, Any] = {
     "lr_cycle_steps": 0.0,
 }
 
-# "paper" is the default and what to use for new work; "upstream" is what the official code executes, for comparison
-# with published figures. Entries of the loss go before those of "any"; loss by loss upstream goes before paper.
+# "paper" is the default and what to use for new work; "upstream" is what the official code executes, for
+# comparison with published figures. Entries of the loss go before those of "any"; loss by loss upstream goes
+# before paper.
 PRESETS: dict[str, dict[str, dict[str, Any]]] = {
     "paper": {
         "any": {
@@ -79,7 +76,8 @@ PRESETS: dict[str, dict[str, dict[str, Any]]] = {
         },
         "openmatch": {"unlabeled_ratio": 2.0, "unlabeled_warmup_steps": 0.0},
         "toor": {**OLIVER, "unlabeled_warmup_steps": 0.0},
-        # Procedures: entries of theirs go before those of the loss. Their batches are 512 and 256 + 256 images.
+        # Procedures: entries of theirs go before those of the loss. Their batches are 512 and 256 + 256
+        # images.
         "curriculum_labeling": {
             **SGD,
             "learning_rate": 0.1,
@@ -87,7 +85,12 @@ PRESETS: dict[str, dict[str, dict[str, Any]]] = {
             "lr_scheduler_type": "cosine",
             "labeled_view": "strong",
         },
-        "safe_student": {**SGD, "learning_rate": 0.128, "unlabeled_warmup_steps": 0.0, "labeled_view": "strong"},
+        "safe_student": {
+            **SGD,
+            "learning_rate": 0.128,
+            "unlabeled_warmup_steps": 0.0,
+            "labeled_view": "strong",
+        },
     },
     "upstream": {
         "any": {
@@ -138,14 +141,22 @@ class FixAStepConfig(TrainingArguments):
     preset: str = own_field("paper", "paper, or upstream: what the official code executes.")
     loss: str = own_field("fixmatch", "Base loss, a key of LOSSES.")
     loss_kwargs: dict | str | None = preset_field("Arguments of the base loss, as JSON on the command line.")
-    procedure: str | None = own_field(None, "Several trainings with the loss instead of one, a key of PROCEDURES.")
-    procedure_kwargs: dict | str | None = own_field(None, "Arguments of the procedure, as JSON on the command line.")
+    procedure: str | None = own_field(
+        None, "Several trainings with the loss instead of one, a key of PROCEDURES."
+    )
+    procedure_kwargs: dict | str | None = own_field(
+        None, "Arguments of the procedure, as JSON on the command line."
+    )
     unlabeled_ratio: float = preset_field("Unlabeled images per labeled image.")
     unlabeled_weight: float = preset_field("Final weight of the unlabeled loss.")
     unlabeled_ramp: str = preset_field("How that weight grows: linear, staircase or sigmoid.")
-    unlabeled_warmup_steps: float = preset_field("For how long: up to 1 a share of the run, above 1 steps, 0 at once.")
+    unlabeled_warmup_steps: float = preset_field(
+        "For how long: up to 1 a share of the run, above 1 steps, 0 at once."
+    )
     divide_by_all_rows: bool = preset_field("Divide losses by all rows where the official base code does.")
-    class_weights: str = own_field("none", "In the labeled loss: none, or balanced, inverse to the images per class.")
+    class_weights: str = own_field(
+        "none", "In the labeled loss: none, or balanced, inverse to the images per class."
+    )
 
     gate: str = own_field("drop", "drop (the paper), project, layerwise, or off.")
     mix_labeled: bool = own_field(True, "Mix labeled images with unlabeled ones (phase 1).")
@@ -156,12 +167,16 @@ class FixAStepConfig(TrainingArguments):
 
     batchnorm: str = own_field("joint", "joint: one forward over all rows. separate: one each, cheaper.")
     teacher_decay: float = own_field(0.999, "Decay of the averaged model, which is evaluated and saved.")
-    trainable: str = own_field("all", "What of the model is trained: all, head_and_norms, or lora (needs peft).")
+    trainable: str = own_field(
+        "all", "What of the model is trained: all, head_and_norms, or lora (needs peft)."
+    )
     lora_rank: int = own_field(8, "Rank of the changes that lora trains.")
     labeled_view: str = preset_field("Augmentation of labeled images: weak or strong.")
     flip: bool = own_field(True, "Horizontal flips in all views; switch off for digits.")
     cutout: float = preset_field("Box of the strong view: below 1 a share of the side, otherwise pixels.")
-    cpu_threads: int | None = own_field(None, "Threads on a CPU; 1 is best for tiny networks. If not given, torch's.")
+    cpu_threads: int | None = own_field(
+        None, "Threads on a CPU; 1 is best for tiny networks. If not given, torch's."
+    )
     steps_per_epoch: int = own_field(1024, "What the Trainer calls an epoch, in batches.")
     lr_cycle_steps: float = preset_field(
         "Cycle K of the learning rate's cos(7 pi s / 16 K): up to 1 a share of the run, above 1 steps, 0 to use "
@@ -180,7 +195,9 @@ class FixAStepConfig(TrainingArguments):
     remove_unused_columns: bool = own_field(False, "Keep off: images are not arguments of the model.")
     hub_strategy: str = own_field("end", "When to push: end, or every_save to push also during the training.")
     hub_license: str | None = own_field(None, "Licence of a pushed model, such as mit; needed to push.")
-    hub_intended_use: str | None = own_field(None, "What a pushed model is for; needed to push one of medical data.")
+    hub_intended_use: str | None = own_field(
+        None, "What a pushed model is for; needed to push one of medical data."
+    )
 
     def __post_init__(self) -> None:
         own = [f for f in dataclasses.fields(self) if f.init and f.default_factory is dataclasses.MISSING]
@@ -195,13 +212,19 @@ class FixAStepConfig(TrainingArguments):
         if plain_adam:
             self.optim = "adam"
         if self.device.type == "cpu":
-            self.dataloader_pin_memory = False  # nothing to pin memory for; torch would warn at each evaluation
+            # Nothing to pin memory for; torch would warn at each evaluation.
+            self.dataloader_pin_memory = False
         self._check()
 
     def _fill_from_preset(self) -> None:
-        settings = preset(choose("preset", self.preset, PRESETS), self.loss, self.procedure)
-        self.loss_kwargs = settings.pop("loss_kwargs", {}) | read_mapping("loss_kwargs", self.loss_kwargs)
-        self.procedure_kwargs = read_mapping("procedure_kwargs", self.procedure_kwargs)
+        settings = preset(check_choice("preset", self.preset, PRESETS), self.loss, self.procedure)
+        for name in ("loss_kwargs", "procedure_kwargs"):
+            if isinstance(getattr(self, name), str):
+                raise ValueError(
+                    f"{name} is the text {getattr(self, name)!r}, but expected a mapping; give a dict."
+                )
+        self.loss_kwargs = settings.pop("loss_kwargs", {}) | (self.loss_kwargs or {})
+        self.procedure_kwargs = self.procedure_kwargs or {}
         if self.optim not in (None, settings["optim"]):  # the preset speaks of another optimizer
             settings |= {"optim_args": None, "learning_rate": None, "weight_decay": None}
             settings |= {"sgd": SGD, "adam": ADAM}.get(self.optim, {})
@@ -209,28 +232,40 @@ class FixAStepConfig(TrainingArguments):
             if getattr(self, name) is None:
                 setattr(self, name, value)
         if self.learning_rate is None or self.weight_decay is None:
-            raise ValueError(f"optim is {self.optim}, which no preset knows; give its learning_rate and weight_decay.")
+            raise ValueError(
+                f"optim is {self.optim}, which no preset knows; give its learning_rate and weight_decay."
+            )
 
     def _check(self) -> None:
-        choose("gate", self.gate, GATES)
-        choose("batchnorm", self.batchnorm, ("joint", "separate"))
-        choose("unlabeled_ramp", self.unlabeled_ramp, RAMPS)
-        choose("mix_pool", self.mix_pool, ("batch", "all"))
-        choose("class_weights", self.class_weights, ("none", "balanced"))
-        choose("labeled_view", self.labeled_view, ("weak", "strong"))
-        choose("trainable", self.trainable, TRAINABLE)
-        for name in ("lora_rank", "mix_alpha", "mix_temperature", "unlabeled_ratio", "per_device_train_batch_size"):
+        check_choice("gate", self.gate, GATES)
+        check_choice("batchnorm", self.batchnorm, ("joint", "separate"))
+        check_choice("unlabeled_ramp", self.unlabeled_ramp, RAMPS)
+        check_choice("mix_pool", self.mix_pool, ("batch", "all"))
+        check_choice("class_weights", self.class_weights, ("none", "balanced"))
+        check_choice("labeled_view", self.labeled_view, ("weak", "strong"))
+        check_choice("trainable", self.trainable, TRAINABLE)
+        for name in (
+            "lora_rank",
+            "mix_alpha",
+            "mix_temperature",
+            "unlabeled_ratio",
+            "per_device_train_batch_size",
+        ):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} is {getattr(self, name)}, but it has to be positive.")
         for name in ("unlabeled_weight", "unlabeled_warmup_steps", "lr_cycle_steps", "cutout"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name} is {getattr(self, name)}, but it cannot be negative.")
         if not 0 <= self.teacher_decay < 1:
-            raise ValueError(f"teacher_decay is {self.teacher_decay}, but it has to be at least 0 and below 1.")
+            raise ValueError(
+                f"teacher_decay is {self.teacher_decay}, but it has to be at least 0 and below 1."
+            )
         if self.cpu_threads is not None and self.cpu_threads < 1:
             raise ValueError(f"cpu_threads is {self.cpu_threads}, but it has to be at least 1.")
         if self.steps_per_epoch < 1:
-            raise ValueError(f"steps_per_epoch is {self.steps_per_epoch}, but an epoch has at least one step.")
+            raise ValueError(
+                f"steps_per_epoch is {self.steps_per_epoch}, but an epoch has at least one step."
+            )
         if self.unlabeled_batch_size < 1:
             raise ValueError(
                 f"unlabeled_ratio {self.unlabeled_ratio} of a batch of {self.per_device_train_batch_size} labeled "
@@ -273,70 +308,3 @@ class FixAStepConfig(TrainingArguments):
     @property
     def unlabeled_batch_size(self) -> int:
         return round(self.unlabeled_ratio * self.train_batch_size)
-
-
-class OneSentenceParser(HfArgumentParser):
-    def error(self, message: str) -> NoReturn:  # argparse would print two pages of usage
-        raise ValueError(f"{message[0].upper()}{message[1:]}.")
-
-
-def parse(types: Sequence[type], argv: Sequence[str]) -> tuple[Any, ...]:
-    """Dataclasses from `--config file.yaml` and command-line overrides, then a dict of the settings given."""
-    parser = OneSentenceParser(types, allow_abbrev=False)  # type: ignore[arg-type]
-    known = [f.name for kind in types for f in dataclasses.fields(kind) if f.init]
-    # As argparse reads them, and of the first of an option's actions: a switch that is on has a second, --no_NAME.
-    texts = {action.dest: (action, action.default) for action in reversed(parser._actions)}
-    defaults = {n: parser._get_value(a, d) if isinstance(d, str) else d for n, (a, d) in texts.items()}
-    argv = [part for word in argv for part in (word.split("=", 1) if word.startswith("--config=") else [word])]
-    if "--config" in argv:
-        at = argv.index("--config")
-        if at + 1 == len(argv):
-            raise ValueError("--config needs the path of a YAML file behind it.")
-        settings = read_yaml(argv[at + 1])
-        for key in settings:
-            choose(f"key in {argv[at + 1]}:", key, known)
-        parser.set_defaults(**settings)
-        for action in parser._actions:
-            action.required = action.required and action.dest not in settings
-        argv = argv[:at] + argv[at + 2 :]
-    namespace, unused = parser.parse_known_args(argv)
-    for word in unused:
-        choose("argument", word.removeprefix("--").split("=")[0], known)
-    given = {name: value for name, value in vars(namespace).items() if value != defaults[name]}
-    return *parser.parse_args_into_dataclasses(argv), given
-
-
-class RecipeLoader(yaml.SafeLoader):
-    """YAML as people write it: 1e-6 is a number, and off and no are words; plain PyYAML sees text and false."""
-
-    yaml_implicit_resolvers = {
-        first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:bool"]
-        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
-    }
-
-
-RecipeLoader.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile("^(true|True|false|False)$"), list("tTfF"))
-RecipeLoader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
-)
-
-
-def read(name: str, text: str) -> dict[str, Any]:
-    try:
-        settings = yaml.load(text, RecipeLoader)
-    except yaml.YAMLError as error:
-        raise ValueError(f"{name} is not YAML: {' '.join(str(error).split())}.") from error
-    if not isinstance(settings, dict):
-        raise ValueError(f"{name} holds no settings, but {text.strip()!r}; a mapping is written  key: value.")
-    return settings
-
-
-def read_mapping(name: str, value: dict[str, Any] | str | None) -> dict[str, Any]:
-    """A mapping given as such, or as text on the command line."""
-    return read(name, value) if isinstance(value, str) else value or {}
-
-
-def read_yaml(path: str | Path) -> dict[str, Any]:
-    if not Path(path).is_file():
-        raise ValueError(f"There is no file {path}; give the path of a YAML file such as those in recipes/.")
-    return read(str(path), Path(path).read_text())

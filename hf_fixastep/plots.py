@@ -44,7 +44,9 @@ def plot_losses(log: pd.DataFrame) -> Figure:
 
 
 def plot_gate(log: pd.DataFrame) -> Figure:
-    """How often the gate was open, next to the mask rate if the loss has one, and the cosine of the two gradients."""
+    """How often the gate was open, next to the mask rate if the loss has one, and the cosine of the two
+    gradients.
+    """
     check_values(log, "gate/open")
     figure, (shares, cosine) = stacked_panels(2)
     draw(shares, log, "gate/open", BLUE, "gate open, share of steps")
@@ -101,13 +103,17 @@ def plot_confusion(confusion: ArrayLike, class_names: Sequence[str]) -> Figure:
     digits = len(str(counts.max()))
     # inches; many classes or large counts make a larger figure, not smaller digits
     cell = max(4.6 / len(counts), 0.08 * digits, 0.2)
-    figure = Figure((cell * len(counts) + 2.2, cell * len(counts) + 1.1), facecolor="white", layout="constrained")
+    figure = Figure(
+        (cell * len(counts) + 2.2, cell * len(counts) + 1.1), facecolor="white", layout="constrained"
+    )
     axes = figure.add_subplot()
     picture = axes.imshow(shares, cmap="Blues", vmin=0, vmax=1, aspect="auto")
     size = min(11, 72 * cell * min(0.55, 1.4 / digits))
     for row, column in np.argwhere(counts):
         colour = "white" if shares[row, column] > 0.5 else BLACK
-        text = axes.text(column, row, str(counts[row, column]), ha="center", va="center", color=colour, size=size)
+        text = axes.text(
+            column, row, str(counts[row, column]), ha="center", va="center", color=colour, size=size
+        )
         # the layout need not measure thousands of numbers that lie inside the axes anyway
         text.set_in_layout(False)
     name_classes(axes, class_names, cell)
@@ -151,7 +157,9 @@ def name_classes(axes: Axes, class_names: Sequence[str], cell: float) -> None:
 def save_figures(
     log: pd.DataFrame, confusion: ArrayLike | None, class_names: Sequence[str], folder: str | Path
 ) -> list[Path]:
-    """Write `losses.png`, `gate.png`, `cosines.png` and `confusion.png`, those that have data; return their paths."""
+    """Write `losses.png`, `gate.png`, `cosines.png` and `confusion.png`, those that have data; return their
+    paths.
+    """
     figures = {}
     if has_values(log, "loss/labeled"):
         figures["losses"] = plot_losses(log)
@@ -225,7 +233,9 @@ def draw(axes: Axes, log: pd.DataFrame, name: str, colour: str, label: str | Non
     if window < 4:
         axes.plot(column.index, column, color=colour, marker="." if len(column) < 60 else None, label=label)
         return
-    axes.plot(column.index, column, color=colour, linestyle="none", marker=".", markersize=3, alpha=0.25, mew=0)
+    axes.plot(
+        column.index, column, color=colour, linestyle="none", marker=".", markersize=3, alpha=0.25, mew=0
+    )
     average = column.rolling(window, center=True, min_periods=1).mean()
     axes.plot(column.index, average, color=colour, linewidth=1.8, label=label)
 

@@ -49,21 +49,25 @@ from hf_fixastep.checkpoints import (
     saving,
 )
 from hf_fixastep.config import FixAStepConfig
-from hf_fixastep.data.streams import Images, PairedLoader, as_is, generator_for
+from hf_fixastep.data.images import Images
+from hf_fixastep.data.loader import PairedLoader, as_is, generator_for
 from hf_fixastep.data.views import VIEWS, Views
-from hf_fixastep.functional import SemiBatch, batchnorm_layers, class_weights
-from hf_fixastep.gate import LABELED, UNLABELED, GradientSlots, gradient_slots
-from hf_fixastep.hub import create_repo
+from hf_fixastep.evaluation.metrics import classification_metrics
+from hf_fixastep.hub.client import create_repo
 from hf_fixastep.losses import get_loss
 from hf_fixastep.losses.base import Losses, SemiSupervisedLoss
-from hf_fixastep.metrics import classification_metrics
-from hf_fixastep.mixing import mix_labeled
-from hf_fixastep.schedules import cosine_7_16, ramp_length
-from hf_fixastep.teacher import Teacher, load_whole, reshard, whole_parameters
-from hf_fixastep.trainable import limit_training, plain_state, with_lora
+from hf_fixastep.losses.functional import class_weights
+from hf_fixastep.models.trainable import limit_training, plain_state, with_lora
+from hf_fixastep.step.batch import SemiBatch
+from hf_fixastep.step.forwards import batchnorm_layers
+from hf_fixastep.step.gate import LABELED, UNLABELED, GradientSlots, gradient_slots
+from hf_fixastep.step.mixing import mix_labeled
+from hf_fixastep.step.schedules import cosine_7_16, ramp_length
+from hf_fixastep.step.teacher import Teacher, load_whole, reshard, whole_parameters
 
 
-RAW_WEIGHTS = "training_weights.safetensors"  # what the optimizer updates; model.safetensors holds the average
+# What the optimizer updates; model.safetensors holds the average.
+RAW_WEIGHTS = "training_weights.safetensors"
 LORA_STATE = "lora.safetensors"  # the average as it is trained; model.safetensors has the changes added in
 LOSS_STATE = "loss.safetensors"  # parameters and buffers of a loss that has any
 LOG_WINDOW = "log_window_{}.safetensors"  # what each process has seen since the last log
@@ -76,7 +80,8 @@ class FixAStepTrainer(Trainer):
         train_dataset: labeled images, a `datasets.Dataset` with columns image and label, or `Images`.
         unlabeled_dataset: unlabeled images of the same kinds; a label column is ignored.
         eval_dataset: like train_dataset, or several of them by name.
-        processing_class: the image processor; it says size, mean and standard deviation, and is saved with the model.
+        processing_class: the image processor; it says size, mean and standard deviation, and is saved with
+            the model.
         loss: the base loss; by default the one that `args.loss` names.
     """
 
@@ -139,11 +144,13 @@ class FixAStepTrainer(Trainer):
         # Without batch norm joint and separate give the same numbers, and separate is cheaper.
         self.loss.batchnorm = args.batchnorm if batchnorm_layers(self.model) else "separate"
         if args.torch_compile and self.loss.batchnorm == "joint":
-            functorch_config.donated_buffer = False  # else the first backward uses up what the second one needs
+            # Else the first backward uses up what the second one needs.
+            functorch_config.donated_buffer = False
         self.teacher: Teacher | None = None
         self.unlabeled_weight = 0.0
         self.window: dict[str, list[float]] = {}  # values of every step between the last two logs
-        self._values: dict[str, list[Tensor]] = defaultdict(list)  # of every step since the last log, on the device
+        # Of every step since the last log, on the device.
+        self._values: dict[str, list[Tensor]] = defaultdict(list)
         self._resumed_average: dict[str, Tensor] | None = None
         self._resumed_log: dict[str, Tensor] | None = None
         self._changed_settings: set[str] = set()
@@ -156,7 +163,8 @@ class FixAStepTrainer(Trainer):
         self.add_callback(LogResumeCallback(self))
         self.card = HubCardCallback(self)
         self.add_callback(self.card)
-        self.signals = SignalCallback(self)  # the last one: it ends the process when all others have done their part
+        # The last one: it ends the process when all others have done their part.
+        self.signals = SignalCallback(self)
         self.add_callback(self.signals)
         self.get_train_dataloader()  # finds empty sets and sizes that do not fit now, not at train()
 
@@ -191,7 +199,9 @@ class FixAStepTrainer(Trainer):
             self.check_procedure()
 
     def check_procedure(self) -> None:
-        """Refuse FSDP2: Accelerate (1.15) prepares no model without its optimizer, so none that only predicts."""
+        """Refuse FSDP2: Accelerate (1.15) prepares no model without its optimizer, so none that only
+        predicts.
+        """
         if self.accelerator.is_fsdp2:
             raise ValueError(
                 "A procedure predicts between its trainings, which FSDP2 cannot do with a model that is not trained; "
@@ -237,7 +247,8 @@ class FixAStepTrainer(Trainer):
         """By the whole labeled set, and a mean over rows: n processes are one with n times the batch."""
         counts = torch.bincount(cast(Tensor, self.train_dataset.labels), minlength=len(self.class_names))
         weights = class_weights(counts)
-        if self.args.divide_by_all_rows:  # the official code: weights of sum 1, and a weighted mean unless mixed
+        # The official code: weights of sum 1, and a weighted mean unless mixed.
+        if self.args.divide_by_all_rows:
             self.loss.weighted_mean = not self.mix_labeled
         else:  # the mean over the labeled images is 1, so that the loss keeps its scale
             weights *= counts.sum() / (weights * counts).sum()
@@ -279,7 +290,10 @@ class FixAStepTrainer(Trainer):
         return PairedLoader(
             self.train_dataset,
             self.unlabeled,
-            batch_sizes=(args.train_batch_size, args.unlabeled_batch_size if self.unlabeled is not None else 0),
+            batch_sizes=(
+                args.train_batch_size,
+                args.unlabeled_batch_size if self.unlabeled is not None else 0,
+            ),
             steps_per_epoch=args.steps_per_epoch,
             seed=args.seed if args.data_seed is None else args.data_seed,
             rank=args.process_index,
@@ -349,7 +363,9 @@ class FixAStepTrainer(Trainer):
 
     def _backward(self, row: int, loss: Tensor, retain_graph: bool = False) -> None:
         with self._slots.fill(row):
-            self.accelerator.backward(loss / self.current_gradient_accumulation_steps, retain_graph=retain_graph)
+            self.accelerator.backward(
+                loss / self.current_gradient_accumulation_steps, retain_graph=retain_graph
+            )
         if self.accelerator.sync_gradients:
             self._slots.start_reduce(row)
 
@@ -363,7 +379,9 @@ class FixAStepTrainer(Trainer):
         return losses
 
     def _step_apart(self, model: nn.Module, inputs: dict[str, Any]) -> Losses:
-        """Unlabeled images first: one graph in memory at a time, and their logits serve as guesses for phase 1."""
+        """Unlabeled images first: one graph in memory at a time, and their logits serve as guesses for phase
+        1.
+        """
         batch = self.make_batch(inputs)
         with self.compute_loss_context_manager():
             losses = self.compute_losses(model, batch.unlabeled_part())
@@ -374,7 +392,9 @@ class FixAStepTrainer(Trainer):
         self._backward(LABELED, losses.labeled)
         return losses
 
-    def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
+    def training_step(
+        self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None
+    ) -> Tensor:
         if not (model.training and self.model.training):  # an evaluation switches only the inner one
             model.train()
             if callable(getattr(self.optimizer, "train", None)):  # schedule-free optimizers
@@ -391,11 +411,12 @@ class FixAStepTrainer(Trainer):
     def _reduction_by_gate(self, model: Any) -> contextlib.AbstractContextManager[None]:
         """Forwards and backwards inside leave the gate two gradients as it expects them."""
         if self.accelerator.is_fsdp2:
-            # Undo the Trainer's no_sync around inner micro-batches: FSDP2 would add up both gradients in one place.
+            # Undo the Trainer's no_sync around inner micro-batches: FSDP2 would add up both gradients in one
+            # place.
             model.set_requires_gradient_sync(True)
             return contextlib.nullcontext()
-        # DDP decides in the forward whether to reduce, and broadcasts buffers there. Everything stays local instead:
-        # the gate reduces both gradients once, at the end of the window.
+        # DDP decides in the forward whether to reduce, and broadcasts buffers there. Everything stays local
+        # instead: the gate reduces both gradients once, at the end of the window.
         return self.accelerator.no_sync(model)
 
     def _gate(self) -> None:
@@ -409,7 +430,9 @@ class FixAStepTrainer(Trainer):
             self._record({"nonfinite/unlabeled": gate.unlabeled_nonfinite})
         self._record({"nonfinite/labeled": gate.labeled_nonfinite})
         if self.args.world_size > 1:
-            average_buffers([*self.core_model.buffers(), *(self.loss.buffers() if self.loss.average_buffers else ())])
+            average_buffers(
+                [*self.core_model.buffers(), *(self.loss.buffers() if self.loss.average_buffers else ())]
+            )
         restore_buffers(self.core_model, self.teacher.model)  # type: ignore[union-attr]
 
     # ---- logs
@@ -447,7 +470,8 @@ class FixAStepTrainer(Trainer):
 
     @staticmethod
     def get_optimizer_cls_and_kwargs(args: Any, model: Any = None) -> tuple[Any, Any]:
-        # Accelerate (1.15) does not see a GradScaler skip a fused step; torch (2.15) has no fused SGD for shards.
+        # Accelerate (1.15) does not see a GradScaler skip a fused step; torch (2.15) has no fused SGD for
+        # shards.
         sharded = args.distributed_state.distributed_type == DistributedType.FSDP
         fused = args.mixed_precision != "fp16" and not sharded
         if args.optim == "adam":
@@ -468,7 +492,10 @@ class FixAStepTrainer(Trainer):
             decayed = self.get_decay_parameter_names(self.loss)
             rate = self.args.learning_rate * self.loss.learning_rate_factor
             own = {name: p for name, p in self.loss.named_parameters() if p.requires_grad}
-            for names, decay in ((own.keys() & decayed, self.args.weight_decay), (own.keys() - set(decayed), 0.0)):
+            for names, decay in (
+                (own.keys() & decayed, self.args.weight_decay),
+                (own.keys() - set(decayed), 0.0),
+            ):
                 if group := [p for name, p in own.items() if name in names]:
                     optimizer.add_param_group({"params": group, "weight_decay": decay, "lr": rate})
         return optimizer
@@ -500,7 +527,8 @@ class FixAStepTrainer(Trainer):
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
         twin = self._twin_to_shard() if self.accelerator.is_fsdp2 else None
         with no_input_embeddings(self.core_model, twin):
-            prepared = super()._prepare_for_training(*args, **kwargs)  # the weights are loaded by now in every mode
+            # The weights are loaded by now in every mode.
+            prepared = super()._prepare_for_training(*args, **kwargs)
             if twin is not None:
                 fsdp2_prepare_model(self.accelerator, twin)
         self._slots = gradient_slots([*self.core_model.parameters(), *self.loss.parameters()])
@@ -517,14 +545,20 @@ class FixAStepTrainer(Trainer):
     def _twin_to_shard(self) -> nn.Module:
         """A copy of the model from before FSDP2 shards it."""
         if isinstance(self.core_model, FSDPModule):
-            raise ValueError("FSDP2 has sharded this model already, so it has no copy to average in; build a new one.")
+            raise ValueError(
+                "FSDP2 has sharded this model already, so it has no copy to average in; build a new one."
+            )
         self.core_model.to(memory_format=torch.contiguous_format)  # FSDP2 shards no other order
         return copy.deepcopy(self.core_model)
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         with self._averaged():
             output = super().evaluation_loop(*args, **kwargs)
-        if self.is_in_train and 0 < self.validation_rows == output.num_samples and output.predictions is not None:
+        if (
+            self.is_in_train
+            and 0 < self.validation_rows == output.num_samples
+            and output.predictions is not None
+        ):
             self.loss.validated(torch.as_tensor(output.predictions, device=self.args.device))
         return output
 
@@ -537,7 +571,9 @@ class FixAStepTrainer(Trainer):
     def _load_best_model(self) -> None:
         best = Path(str(self.state.best_model_checkpoint))
         if reason := damage(best):
-            raise ValueError(f"The best checkpoint {best} is damaged: {reason}. Choose the model of another one.")
+            raise ValueError(
+                f"The best checkpoint {best} is damaged: {reason}. Choose the model of another one."
+            )
         load_whole(self.core_model, self._averaged_weights(self.state.best_model_checkpoint))
         if (best / LOSS_STATE).is_file():
             self.loss.load_state_dict(load_file(best / LOSS_STATE))
@@ -578,13 +614,17 @@ class FixAStepTrainer(Trainer):
             return output
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
-        if self.state.global_step >= self.state.max_steps:  # killed behind its last step; the Trainer would go on
+        # Killed behind its last step; the Trainer would go on.
+        if self.state.global_step >= self.state.max_steps:
             self.control.should_training_stop = True
         else:
             super()._run_epoch(*args, **kwargs)
 
-    def _evaluate(self, trial: Any, ignore_keys_for_eval: Any, skip_scheduler: bool = False) -> dict[str, float]:
-        if skip_scheduler and self.state.global_step > 0:  # eval_on_start: a resumed run did so when it started
+    def _evaluate(
+        self, trial: Any, ignore_keys_for_eval: Any, skip_scheduler: bool = False
+    ) -> dict[str, float]:
+        # Eval_on_start: a resumed run did so when it started.
+        if skip_scheduler and self.state.global_step > 0:
             return {}
         return super()._evaluate(trial, ignore_keys_for_eval, skip_scheduler)
 
@@ -593,7 +633,9 @@ class FixAStepTrainer(Trainer):
         return output._replace(training_loss=output.metrics["train_loss"])
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """Let the Trainer write aside, and give the checkpoint its name when all processes have done their part."""
+        """Let the Trainer write aside, and give the checkpoint its name when all processes have done their
+        part.
+        """
         checkpoint = Path(self._get_output_dir(trial)) / f"checkpoint-{self.state.global_step}"
         with saving(checkpoint) as written:
             if self.args.should_save:
@@ -654,7 +696,9 @@ class FixAStepTrainer(Trainer):
                 whole = state_dict or self.core_model.state_dict()
                 state_dict = plain_state(self.core_model, whole)
                 if self.is_in_train:
-                    save_file({name: value.contiguous() for name, value in whole.items()}, folder / LORA_STATE)
+                    save_file(
+                        {name: value.contiguous() for name, value in whole.items()}, folder / LORA_STATE
+                    )
             super()._save(str(folder), state_dict)
             if self.is_in_train and self.teacher is not None:  # which holds the raw weights meanwhile
                 raw = {name: p.contiguous() for name, p in self._raw_weights.items()}
@@ -664,7 +708,8 @@ class FixAStepTrainer(Trainer):
         state = {name: value.contiguous() for name, value in self.loss.state_dict().items()}
         if state and (self.is_in_train or tells_foreign):
             save_file(state, folder / LOSS_STATE)
-        (folder / "training_args.bin").unlink(missing_ok=True)  # a pickle that nobody reads and that can hold a token
+        # A pickle that nobody reads and that can hold a token.
+        (folder / "training_args.bin").unlink(missing_ok=True)
 
     def _run(self) -> dict[str, Any]:
         """What must be the same for a checkpoint to be continued."""
@@ -692,8 +737,8 @@ class FixAStepTrainer(Trainer):
     def _averaged_weights(self, folder: str | Path | None) -> dict[str, Tensor]:
         if self.args.trainable == "lora":
             return load_file(Path(str(folder)) / LORA_STATE)
-        # Not the Trainer's way (5.22): it loads model.safetensors without the renaming that save_pretrained did, and
-        # leaves what it does not find, for a ViT all attention weights, as it was.
+        # Not the Trainer's way (5.22): it loads model.safetensors without the renaming that save_pretrained
+        # did, and leaves what it does not find, for a ViT all attention weights, as it was.
         return type(self.core_model).from_pretrained(folder).state_dict()  # type: ignore[attr-defined]
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
@@ -706,7 +751,9 @@ class FixAStepTrainer(Trainer):
             self._resumed_log = load_file(folder / LOG_WINDOW.format(self.args.process_index))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        given = [{name: group[name] for name in group if name != "params"} for group in self.optimizer.param_groups]
+        given = [
+            {name: group[name] for name in group if name != "params"} for group in self.optimizer.param_groups
+        ]
         super()._load_optimizer_and_scheduler(checkpoint)  # with the old learning rate, momentum and so on
         if checkpoint is not None and self._changed_settings & set(OPTIMIZER_SETTINGS):
             groups = self.optimizer.param_groups
@@ -775,7 +822,9 @@ def views_of(processor: Any, **settings: Any) -> tuple[tuple[int, int], Views]:
 
 
 def keep_freed_memory() -> None:
-    """Let the C library keep large blocks that are freed: getting them again takes a tenth of a step on a CPU."""
+    """Let the C library keep large blocks that are freed: getting them again takes a tenth of a step on a
+    CPU.
+    """
     if mallopt := getattr(ctypes.CDLL(None), "mallopt", None):  # glibc
         trim_threshold, mmap_max = -1, -4
         mallopt(trim_threshold, -1)
@@ -784,7 +833,9 @@ def keep_freed_memory() -> None:
 
 def class_names(labeled: Images) -> list[str]:
     if labeled.labels is None or len(labeled) == 0:
-        raise ValueError("The labeled set is empty or has no label column; it needs at least one labeled image.")
+        raise ValueError(
+            "The labeled set is empty or has no label column; it needs at least one labeled image."
+        )
     if labeled.class_names is not None:
         return labeled.class_names
     if labeled.labels.min() < 0:
@@ -794,7 +845,9 @@ def class_names(labeled: Images) -> list[str]:
 
 @contextlib.contextmanager
 def no_input_embeddings(*models: Any) -> Iterator[None]:
-    """Accelerate (1.15) shards input embeddings apart; image models have none, or in a block sharded as a whole."""
+    """Accelerate (1.15) shards input embeddings apart; image models have none, or in a block sharded as a
+    whole.
+    """
     for model in filter(None, models):
         model.get_input_embeddings = lambda: None
     try:
@@ -810,7 +863,9 @@ def average_buffers(buffers: Iterable[Tensor]) -> None:
         flat = torch.cat([buffer.flatten() for buffer in buffers])
         dist.all_reduce(flat)
         averages = (flat / dist.get_world_size()).split([buffer.numel() for buffer in buffers])
-        torch._foreach_copy_(buffers, [average.view_as(b) for average, b in zip(averages, buffers, strict=True)])
+        torch._foreach_copy_(
+            buffers, [average.view_as(b) for average, b in zip(averages, buffers, strict=True)]
+        )
 
 
 def restore_buffers(model: nn.Module, last: nn.Module) -> None:

@@ -1,10 +1,10 @@
 """The gate in a training loop of your own: Accelerate, no Trainer.
 
-FixMatch with Fix-A-Step on scikit-learn's digits, the settings of recipes/digits/fixmatch.yaml; nothing to download.
+FixMatch with Fix-A-Step on scikit-learn's digits, the settings of recipes/digits/fixmatch.yaml; nothing to
+download.
 
-    python recipes/accelerate_loop.py
-    accelerate launch recipes/accelerate_loop.py
-    ACCELERATE_USE_CPU=true accelerate launch --multi_gpu --num_processes 2 recipes/accelerate_loop.py  # two CPUs
+    python recipes/accelerate_loop.py accelerate launch recipes/accelerate_loop.py ACCELERATE_USE_CPU=true
+    accelerate launch --multi_gpu --num_processes 2 recipes/accelerate_loop.py  # two CPUs
 """
 
 from __future__ import annotations
@@ -12,12 +12,7 @@ from __future__ import annotations
 import os
 import sys
 from functools import partial
-from pathlib import Path
 from typing import Any
-
-
-if __name__ == "__main__":
-    sys.path[0] = str(Path(__file__).parents[1])  # else evaluate.py next to this file hides the library of that name
 
 import torch
 import torch.nn.functional as F
@@ -28,12 +23,12 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from hf_fixastep import GradientSlots, Images, Views, WideResNetConfig, get_loss, load_dataset
 from hf_fixastep import WideResNetForImageClassification as WideResNet
-from hf_fixastep.data.streams import PairedLoader, generator_for
-from hf_fixastep.functional import SemiBatch
-from hf_fixastep.gate import LABELED, UNLABELED
-from hf_fixastep.mixing import mix_labeled
-from hf_fixastep.schedules import cosine_7_16
-from hf_fixastep.teacher import Teacher
+from hf_fixastep.data.loader import PairedLoader, generator_for
+from hf_fixastep.step.batch import SemiBatch
+from hf_fixastep.step.gate import LABELED, UNLABELED
+from hf_fixastep.step.mixing import mix_labeled
+from hf_fixastep.step.schedules import cosine_7_16
+from hf_fixastep.step.teacher import Teacher
 
 
 CLASSES, BATCH_SIZES, SEED = 6, (16, 7 * 16), 0
@@ -65,18 +60,23 @@ def train(accelerator: Accelerator, data: Any, steps: int) -> tuple[nn.Module, T
     """The trained model and its average, which is what to evaluate."""
     rank, world = accelerator.process_index, accelerator.num_processes
     labeled, unlabeled = (Images.from_dataset(data[name], (8, 8)) for name in ("labeled", "unlabeled"))
-    loader = PairedLoader(labeled, unlabeled, BATCH_SIZES, steps, SEED, rank, world)  # knows its rank: not prepared
+    # Knows its rank: not prepared.
+    loader = PairedLoader(labeled, unlabeled, BATCH_SIZES, steps, SEED, rank, world)
     core = WideResNet(WideResNetConfig(depth=10, width=1, image_size=8, bn_momentum=0.05, num_labels=CLASSES))
     core.to(memory_format=torch.channels_last)
     model, optimizer = accelerator.prepare(core, make_optimizer(core))
     # Not prepared either: Accelerate would step it once per process.
     scheduler = LambdaLR(optimizer.optimizer, lambda step: cosine_7_16(step, steps))
-    loss, teacher, slots = get_loss("fixmatch"), Teacher(core, TEACHER_DECAY), GradientSlots(core.parameters())
+    loss, teacher, slots = (
+        get_loss("fixmatch"),
+        Teacher(core, TEACHER_DECAY),
+        GradientSlots(core.parameters()),
+    )
 
     model.train()
     for images in loader:
-        # DDP must reduce neither gradient: the gate does, once. To accumulate, run this block for several batches,
-        # each loss divided by their number.
+        # DDP must reduce neither gradient: the gate does, once. To accumulate, run this block for several
+        # batches, each loss divided by their number.
         with accelerator.no_sync(model):
             losses = loss(model, make_batch(images, model, accelerator), teacher.model)
             with slots.fill(LABELED):

@@ -1,4 +1,5 @@
-"""Fix-A-Step written out in plain torch, as slowly as the papers describe it; none of the package's own mathematics.
+"""Fix-A-Step written out in plain torch, as slowly as the papers describe it; none of the package's own
+mathematics.
 
 Only the images come from the package: which ones, how they were augmented, and the generators for the draws.
 """
@@ -14,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from hf_fixastep import FixAStepTrainer
-from hf_fixastep.data.streams import generator_for
-from tests.runs import weights
+from hf_fixastep.data.loader import generator_for
+from tests.short_runs import weights
 
 
 Images = dict[str, Tensor]
@@ -107,7 +108,9 @@ class Naive:
         with torch.no_grad():
             rate = self.args.learning_rate
             if self.args.lr_cycle_steps:
-                rate *= math.cos(7 * math.pi * (number - 1) / (16 * self.args.lr_cycle_steps * self.args.max_steps))
+                rate *= math.cos(
+                    7 * math.pi * (number - 1) / (16 * self.args.lr_cycle_steps * self.args.max_steps)
+                )
             for parameter in self.model.parameters():
                 update = self.adam if self.args.optim == "adam" else self.nesterov
                 parameter -= rate * update(parameter, gradient(parameter), number)

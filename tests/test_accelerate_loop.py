@@ -14,10 +14,10 @@ from torch import Tensor
 from transformers import PrinterCallback
 
 from hf_fixastep import FixAStepConfig, FixAStepTrainer, get_loss, load_dataset
-from hf_fixastep.config import parse
+from hf_fixastep.runs.arguments import DataArguments, ModelArguments, parse
+from hf_fixastep.runs.training import load_model
 from recipes import accelerate_loop
-from recipes.train import DataArguments, ModelArguments, load_model
-from tests.runs import Recorder, assert_near, largest_difference, logged, train, weights
+from tests.short_runs import Recorder, assert_near, largest_difference, logged, train, weights
 
 
 ROOT = Path(__file__).parents[1]
@@ -41,7 +41,11 @@ def by_trainer(data: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Fix
     _, model_args, args, _ = parse((DataArguments, ModelArguments, FixAStepConfig), argv)
     set_seed(args.seed)
     model, processor = load_model(model_args, accelerate_loop.CLASSES, args.preset)
-    parts = {"train_dataset": data["labeled"], "unlabeled_dataset": data["unlabeled"], "processing_class": processor}
+    parts = {
+        "train_dataset": data["labeled"],
+        "unlabeled_dataset": data["unlabeled"],
+        "processing_class": processor,
+    }
     trainer = FixAStepTrainer(model, args, **parts)
     trainer.remove_callback(PrinterCallback)
     return trainer, train(trainer)

@@ -14,7 +14,14 @@ from PIL import Image
 from transformers import TrainerCallback, TrainingArguments
 
 from hf_fixastep import FixAStepTrainer, Images, Losses, SemiSupervisedLoss, load_dataset
-from tests.runs import make_config, make_trainer, random_images, tiny_processor, tiny_vit, tiny_wide_resnet
+from tests.short_runs import (
+    make_config,
+    make_trainer,
+    random_images,
+    tiny_processor,
+    tiny_vit,
+    tiny_wide_resnet,
+)
 
 
 class Begun(TrainerCallback):
@@ -51,7 +58,9 @@ def train(folder: Path, **arguments: Any) -> None:
 
 @dataclass
 class Case:
-    """A call that must fail, and words that its message must hold; data and models are functions that build them."""
+    """A call that must fail, and words that its message must hold; data and models are functions that build
+    them.
+    """
 
     name: str
     words: list[str]
@@ -59,13 +68,19 @@ class Case:
     call: Callable[..., Any] = train
 
     def attempt(self, folder: Path) -> None:
-        self.call(folder, **{name: value() if callable(value) else value for name, value in self.arguments.items()})
+        self.call(
+            folder, **{name: value() if callable(value) else value for name, value in self.arguments.items()}
+        )
 
 
 CASES = [
     # names
     Case("unknown loss", ["fixmach", "fixmatch"], {"loss": "fixmach"}),
-    Case("unknown loss argument", ["treshold", "threshold"], {"loss": "fixmatch", "loss_kwargs": {"treshold": 0.9}}),
+    Case(
+        "unknown loss argument",
+        ["treshold", "threshold"],
+        {"loss": "fixmatch", "loss_kwargs": {"treshold": 0.9}},
+    ),
     Case("unknown gate", ["dropp", "drop"], {"gate": "dropp"}),
     Case("unknown batch norm", ["seperate", "separate"], {"batchnorm": "seperate"}),
     Case("unknown ramp", ["lineal", "linear"], {"unlabeled_ramp": "lineal"}),
@@ -84,7 +99,9 @@ CASES = [
         lambda folder, config: load_dataset("digits_open_set", config, cache_dir=folder),
     ),
     # numbers
-    Case("batch size 0", ["per_device_train_batch_size", "0", "positive"], {"per_device_train_batch_size": 0}),
+    Case(
+        "batch size 0", ["per_device_train_batch_size", "0", "positive"], {"per_device_train_batch_size": 0}
+    ),
     Case("batch size -1", ["per_device_train_batch_size", "-1"], {"per_device_train_batch_size": -1}),
     Case("alpha 0", ["mix_alpha", "0.0", "positive"], {"mix_alpha": 0.0}),
     Case("alpha -1", ["mix_alpha", "-1"], {"mix_alpha": -1.0}),
@@ -101,16 +118,30 @@ CASES = [
     Case("no logging", ["logging_strategy"], {"logging_strategy": "no"}),
     Case("warm-up of the cosine", ["warmup_steps", "lr_cycle_steps"], {"warmup_steps": 10}),
     # losses and their data
-    Case("unknown view", ["TwoStrongViews", "strong_2", "weak, weak_2, strong"], {"loss_object": TwoStrongViews}),
-    Case("FixMatch alone", ["FixMatch", "unlabeled_dataset"], {"loss": "fixmatch", "unlabeled_dataset": None}),
+    Case(
+        "unknown view",
+        ["TwoStrongViews", "strong_2", "weak, weak_2, strong"],
+        {"loss_object": TwoStrongViews},
+    ),
+    Case(
+        "FixMatch alone", ["FixMatch", "unlabeled_dataset"], {"loss": "fixmatch", "unlabeled_dataset": None}
+    ),
     Case("label too large", ["3", "0..2"], {"train_dataset": lambda: labeled([0, 3], ["a", "b", "c"])}),
     Case("label negative", ["-1"], {"train_dataset": lambda: labeled([0, -1])}),
     Case(
-        "labels are words", ["label", "string"], {"train_dataset": lambda: split(["a", "b"], datasets.Value("string"))}
+        "labels are words",
+        ["label", "string"],
+        {"train_dataset": lambda: split(["a", "b"], datasets.Value("string"))},
     ),
     Case("no labels", ["label"], {"train_dataset": lambda: random_images(4, seed=1)}),
-    Case("no labeled image", ["labeled set is empty"], {"train_dataset": lambda: labeled([], ["a", "b", "c"])}),
-    Case("no unlabeled image", ["unlabeled set is empty"], {"unlabeled_dataset": lambda: random_images(0, seed=2)}),
+    Case(
+        "no labeled image", ["labeled set is empty"], {"train_dataset": lambda: labeled([], ["a", "b", "c"])}
+    ),
+    Case(
+        "no unlabeled image",
+        ["unlabeled set is empty"],
+        {"unlabeled_dataset": lambda: random_images(0, seed=2)},
+    ),
     Case(
         "unlike sizes",
         ["[8, 8]", "[9, 9]"],
@@ -128,7 +159,9 @@ CASES = [
     ),
     # the model and the arguments
     Case(
-        "five outputs", ["5 outputs", "3 classes", "num_labels=3"], {"model": lambda: tiny_wide_resnet(num_labels=5)}
+        "five outputs",
+        ["5 outputs", "3 classes", "num_labels=3"],
+        {"model": lambda: tiny_wide_resnet(num_labels=5)},
     ),
     Case(
         "size unknown",
@@ -151,7 +184,9 @@ CASES = [
         ["NoneType", "FixAStepConfig"],
         {},
         lambda folder: FixAStepTrainer(
-            tiny_vit(), train_dataset=random_images(4, seed=1, labeled=True), processing_class=tiny_processor()
+            tiny_vit(),
+            train_dataset=random_images(4, seed=1, labeled=True),
+            processing_class=tiny_processor(),
         ),
     ),
 ]
@@ -197,7 +232,9 @@ RESUMES = [
     Case("another loss", ["loss", "MeanTeacher", "PiModel"], {"loss": "pi_model"}),
     Case("another labeled set", ["labeled data"], {"train_dataset": random_images(24, seed=5, labeled=True)}),
     Case("another unlabeled set", ["unlabeled data"], {"unlabeled_dataset": random_images(40, seed=5)}),
-    Case("other labels", ["labeled data"], {"train_dataset": labeled([0, 1, 2, 2] * 6, ["cat", "dog", "owl"])}),
+    Case(
+        "other labels", ["labeled data"], {"train_dataset": labeled([0, 1, 2, 2] * 6, ["cat", "dog", "owl"])}
+    ),
     Case("no unlabeled set", ["MeanTeacher", "Supervised"], {"loss": "supervised"}),
 ]
 
@@ -249,7 +286,9 @@ def test_a_refused_checkpoint_leaves_the_model_as_it_was(finished: Path) -> None
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there the processes would find each other")
-def test_processes_that_do_not_know_each_other_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_processes_that_do_not_know_each_other_are_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")  # as after a launch whose group was never formed
     with pytest.raises(ValueError, match=r"2 processes.*train apart") as error:
         make_config(tmp_path, use_cpu=False)

@@ -13,7 +13,15 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 from hf_fixastep import FixAStepTrainer
 from hf_fixastep.callbacks import GateMonitorCallback, UnlabeledWeightCallback, write_log
 from hf_fixastep.losses import Losses
-from tests.runs import assert_equal, assert_near, largest_difference, logged, make_trainer, random_images, train
+from tests.short_runs import (
+    assert_equal,
+    assert_near,
+    largest_difference,
+    logged,
+    make_trainer,
+    random_images,
+    train,
+)
 
 
 # ---- the ramp of the unlabeled weight
@@ -133,7 +141,9 @@ def test_a_logged_loss_is_the_mean_over_the_steps_since_the_last_log(parts: int,
         windows = [average(values[: 3 * parts]), average(values[3 * parts :])]
         assert logged(trainer, name) == pytest.approx(windows, rel=1e-6)
     totals = [entry["loss/labeled"] + entry["loss/unlabeled"] for entry in trainer.diary]
-    assert logged(trainer) == pytest.approx([average(totals[: 3 * parts]), average(totals[3 * parts :])], rel=1e-6)
+    assert logged(trainer) == pytest.approx(
+        [average(totals[: 3 * parts]), average(totals[3 * parts :])], rel=1e-6
+    )
 
 
 def test_logged_gate_values_are_the_means_of_those_of_single_steps(tmp_path: Path) -> None:
@@ -194,7 +204,9 @@ def test_the_csv_file_holds_the_rows_and_columns_of_the_log(tmp_path: Path) -> N
     assert next(iter(rows[0])) == "step"
     assert set(rows[0]) == {name for row in history for name in row}
     for found, row in zip(rows, history, strict=True):
-        assert {name: value for name, value in found.items() if value} == {name: str(row[name]) for name in row}
+        assert {name: value for name, value in found.items() if value} == {
+            name: str(row[name]) for name in row
+        }
 
 
 def test_the_csv_file_is_as_new_as_the_last_checkpoint_when_a_run_breaks_off(tmp_path: Path) -> None:
@@ -283,7 +295,9 @@ def test_rejected_gradients_are_counted_not_averaged_over_the_steps_of_a_log(tmp
     assert logged(trainer, "nonfinite/unlabeled") == [2]
 
 
-def test_a_labeled_gradient_that_is_not_finite_leaves_the_weights_alone_and_is_counted(tmp_path: Path) -> None:
+def test_a_labeled_gradient_that_is_not_finite_leaves_the_weights_alone_and_is_counted(
+    tmp_path: Path,
+) -> None:
     plain = {"optim": "sgd", "optim_args": "momentum=0", "weight_decay": 0.0}
     trainer = make_trainer(tmp_path, kind=poisoned("labeled", 2), **plain)
     run = train(trainer)
@@ -305,7 +319,9 @@ def test_the_log_shows_a_loss_of_nan_in_its_window_and_not_in_the_next(tmp_path:
 
 
 @pytest.mark.parametrize("logging_steps", [1, 2, 10])
-def test_five_bad_steps_in_a_row_end_the_run_naming_step_and_checkpoint(logging_steps: int, tmp_path: Path) -> None:
+def test_five_bad_steps_in_a_row_end_the_run_naming_step_and_checkpoint(
+    logging_steps: int, tmp_path: Path
+) -> None:
     bad = poisoned("labeled", 1, 2, 4, 5, 6, 7, 8)
     settings = {"max_steps": 20, "save_strategy": "steps", "save_steps": 3, "logging_steps": logging_steps}
     trainer = make_trainer(tmp_path, kind=bad, **settings)
@@ -319,7 +335,9 @@ def test_five_bad_steps_in_a_row_end_the_run_naming_step_and_checkpoint(logging_
 
 
 def test_four_bad_steps_in_a_row_do_not_end_the_run(tmp_path: Path) -> None:
-    trainer = make_trainer(tmp_path, kind=poisoned("labeled", 1, 2, 3, 4, 6, 7, 8, 9), max_steps=10, logging_steps=3)
+    trainer = make_trainer(
+        tmp_path, kind=poisoned("labeled", 1, 2, 3, 4, 6, 7, 8, 9), max_steps=10, logging_steps=3
+    )
     trainer.train()
     assert trainer.state.global_step == 10
     assert sum(logged(trainer, "nonfinite/labeled")) == 8

@@ -25,7 +25,7 @@ from transformers import TrainerCallback, TrainerState
 from hf_fixastep import Images, checkpoints
 from hf_fixastep.checkpoints import LOCK, PARTIAL, damage, find_checkpoint, newest_complete, only_run, prune
 from hf_fixastep.trainer import FixAStepTrainer
-from tests.runs import assert_equal, logged, make_trainer, random_images, tiny_wide_resnet, train
+from tests.short_runs import assert_equal, logged, make_trainer, random_images, tiny_wide_resnet, train
 from tests.test_callbacks import poisoned
 
 
@@ -128,7 +128,9 @@ def test_a_given_checkpoint_that_is_damaged_is_refused_by_name(tmp_path: Path) -
     path.write_bytes(path.read_bytes()[:100])
     with pytest.raises(ValueError, match=r"checkpoint-1 is damaged: optimizer\.pt has 100 bytes instead of"):
         make_trainer(tmp_path, max_steps=1).train(str(path.parent))
-    with pytest.raises(ValueError, match=r"no checkpoint to resume, only damaged ones: checkpoint-1 \(optimizer\.pt"):
+    with pytest.raises(
+        ValueError, match=r"no checkpoint to resume, only damaged ones: checkpoint-1 \(optimizer\.pt"
+    ):
         make_trainer(tmp_path, max_steps=1).train(True)
 
 
@@ -236,11 +238,15 @@ def test_the_oldest_go_but_never_the_newest_or_the_best(
 
 
 def test_the_best_checkpoint_is_kept_and_known_by_its_final_name(tmp_path: Path) -> None:
-    trainer = best_at(make_trainer(tmp_path, objects=EVALUATED, save_total_limit=1, **BEST), 0.2, 0.5, 0.3, 0.4)
+    trainer = best_at(
+        make_trainer(tmp_path, objects=EVALUATED, save_total_limit=1, **BEST), 0.2, 0.5, 0.3, 0.4
+    )
     seen, best = [], str(tmp_path / "checkpoint-2")
 
     def look() -> None:
-        seen.extend([names(tmp_path), TrainerState.load_from_json(f"{best}/trainer_state.json").best_model_checkpoint])
+        seen.extend(
+            [names(tmp_path), TrainerState.load_from_json(f"{best}/trainer_state.json").best_model_checkpoint]
+        )
 
     trainer.add_callback(AfterStep(4, look))
     trainer.train()
@@ -305,7 +311,9 @@ def attempt_to_save(trainer: FixAStepTrainer, full: contextlib.AbstractContextMa
         message = str(error)
     if (folder / f"checkpoint-{step}").exists():  # even if an older one could not be removed
         return damage(folder / f"checkpoint-{step}") is None
-    assert re.search(rf"checkpoint-{step} could not be saved, .*(No space left|File too large|write)", str(message))
+    assert re.search(
+        rf"checkpoint-{step} could not be saved, .*(No space left|File too large|write)", str(message)
+    )
     assert names(folder) == ["checkpoint-2", "log.csv"]
     assert damage(folder / "checkpoint-2") is None
     assert_equal(trainer.core_model.state_dict(), raw)
@@ -379,7 +387,9 @@ def test_a_full_disk_ends_the_run_with_what_and_where(tmp_path: Path) -> None:
     disk = largest_file(1000)
     trainer.add_callback(AfterStep(2, disk.__enter__))
     try:
-        with pytest.raises(OSError, match="checkpoint-2 could not be saved, earlier checkpoints are as they were"):
+        with pytest.raises(
+            OSError, match="checkpoint-2 could not be saved, earlier checkpoints are as they were"
+        ):
             trainer.train()
     finally:
         disk.__exit__(None, None, None)
@@ -501,7 +511,10 @@ def test_logging_and_saving_may_change(saved: Path, tmp_path: Path) -> None:
     [
         ("classes", {"train_dataset": lambda: renamed("cat", "dog", "yak")}),
         ("model WideResNetForImageClassification of", {"model": lambda: tiny_wide_resnet(width=2)}),
-        ("optim sgd", {"optim": "adam", "ignore_changed_settings": ["learning_rate", "weight_decay", "optim_args"]}),
+        (
+            "optim sgd",
+            {"optim": "adam", "ignore_changed_settings": ["learning_rate", "weight_decay", "optim_args"]},
+        ),
     ],
 )
 def test_another_model_optimizer_or_set_of_classes_is_never_continued(
@@ -610,7 +623,9 @@ def test_handlers_are_restored_after_an_error_and_left_alone_in_a_thread(tmp_pat
     assert signal.getsignal(signal.SIGTERM) is before
     trainer = make_trainer(
         tmp_path,
-        objects={"callbacks": [AfterStep(1, lambda: seen.append(signal.getsignal(signal.SIGTERM) == before))]},
+        objects={
+            "callbacks": [AfterStep(1, lambda: seen.append(signal.getsignal(signal.SIGTERM) == before))]
+        },
     )
     thread = threading.Thread(target=trainer.train)
     thread.start()
@@ -640,12 +655,21 @@ def test_a_resumed_log_repairs_no_loss_and_keeps_the_counts(tmp_path: Path) -> N
         whole = make_trainer(tmp_path / f"whole-{loss}", kind=poisoned(loss, 2), **settings)
         whole.train()
         folder = tmp_path / loss
-        make_trainer(folder, kind=poisoned(loss, 2), objects={"callbacks": [StopAfter(2)]}, **settings).train()
+        make_trainer(
+            folder, kind=poisoned(loss, 2), objects={"callbacks": [StopAfter(2)]}, **settings
+        ).train()
         resumed = make_trainer(folder, kind=poisoned(loss, 2), **settings)
         resumed.train(True)
         assert logged(resumed, f"nonfinite/{loss}") == [1, 0]
         assert [math.isnan(value) for value in logged(resumed)] == [True, False]
-        for name in ("loss", f"loss/{loss}", "gate/open", "gate/cosines", "nonfinite/labeled", "nonfinite/unlabeled"):
+        for name in (
+            "loss",
+            f"loss/{loss}",
+            "gate/open",
+            "gate/cosines",
+            "nonfinite/labeled",
+            "nonfinite/unlabeled",
+        ):
             assert repr(logged(resumed, name)) == repr(logged(whole, name))
 
 

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from hf_fixastep import LOSSES, FixAStepConfig, FixAStepTrainer, get_loss
-from hf_fixastep.config import PRESETS, parse, preset
+from hf_fixastep.config import PRESETS, preset
+from hf_fixastep.runs.arguments import parse
 
 
 ADAM_LOSSES = ("vat", "mixmatch")
@@ -69,7 +70,9 @@ def test_both_presets_have_the_published_numbers(
 
 @pytest.mark.parametrize("name", ["paper", "upstream"])
 @pytest.mark.parametrize("loss", [loss for loss in LOSSES if loss not in RIVALS])
-def test_vat_and_mixmatch_use_adam_at_a_fixed_rate_and_the_others_sgd_with_the_cosine(name: str, loss: str) -> None:
+def test_vat_and_mixmatch_use_adam_at_a_fixed_rate_and_the_others_sgd_with_the_cosine(
+    name: str, loss: str
+) -> None:
     args = config(preset=name, loss=loss)
     if loss in ADAM_LOSSES:
         assert (args.optim, args.optim_args, args.lr_cycle_steps) == ("adam", None, 0)
@@ -82,7 +85,9 @@ def test_vat_and_mixmatch_use_adam_at_a_fixed_rate_and_the_others_sgd_with_the_c
 @pytest.mark.parametrize("name", ["paper", "upstream"])
 @pytest.mark.parametrize(
     ("loss", "expected"),
-    [  # section 4: optimizer, learning rate, weight decay, unlabeled weight, its ramp and the steps of that, cosine
+    # Section 4: optimizer, learning rate, weight decay, unlabeled weight, its ramp and the steps of that,
+    # cosine.
+    [
         ("uasd", ("adam", 1e-3, 0, 1, "sigmoid", 200_000, 0)),
         ("ds3l", ("adam", 3e-4, 0, 10, "sigmoid", 200_000, 0)),
         ("mtcf", ("adamw_torch", 2e-3, 0.02, 75, "linear", 0, 0)),  # decays by 0.02 times the rate: 4e-5
@@ -98,7 +103,8 @@ def test_rivals_have_their_own_published_numbers(name: str, loss: str, expected:
 
 
 @pytest.mark.parametrize(
-    ("loss", "batch"), [("openmatch", 128), ("mtcf", 64), ("fixmatch", 448), ("pi_model", 64), ("mixmatch", 64)]
+    ("loss", "batch"),
+    [("openmatch", 128), ("mtcf", 64), ("fixmatch", 448), ("pi_model", 64), ("mixmatch", 64)],
 )
 def test_the_unlabeled_batch_has_the_published_size(loss: str, batch: int) -> None:
     assert config(loss=loss).unlabeled_batch_size == batch
@@ -255,7 +261,10 @@ BAD = [  # settings, what the message must say
     ({"batchnorm": "seperate"}, ["batchnorm", "'seperate'", "Did you mean separate?"]),
     ({"unlabeled_ramp": "linaer"}, ["unlabeled_ramp", "'linaer'", "Did you mean linear?"]),
     ({"mix_pool": "bach"}, ["mix_pool", "'bach'", "Did you mean batch?"]),
-    ({"class_weights": "balancd"}, ["class_weights", "'balancd'", "Did you mean balanced?", "none, balanced"]),
+    (
+        {"class_weights": "balancd"},
+        ["class_weights", "'balancd'", "Did you mean balanced?", "none, balanced"],
+    ),
     ({"mix_alpha": 0.0}, ["mix_alpha is 0.0", "positive"]),
     ({"mix_alpha": -1.0}, ["mix_alpha is -1.0", "positive"]),
     ({"mix_alpha": float("nan")}, ["mix_alpha is nan", "positive"]),
@@ -270,13 +279,15 @@ BAD = [  # settings, what the message must say
     ({"teacher_decay": 1}, ["teacher_decay is 1", "below 1"]),
     ({"teacher_decay": -0.1}, ["teacher_decay is -0.1", "at least 0"]),
     ({"steps_per_epoch": 0}, ["steps_per_epoch is 0", "at least one"]),
-    ({"unlabeled_ratio": 0.1, "per_device_train_batch_size": 4}, ["unlabeled_ratio 0.1", "4", "no unlabeled image"]),
+    (
+        {"unlabeled_ratio": 0.1, "per_device_train_batch_size": 4},
+        ["unlabeled_ratio 0.1", "4", "no unlabeled image"],
+    ),
     ({"warmup_steps": 10}, ["warmup_steps is 10", "lr_cycle_steps"]),
     ({"logging_strategy": "no"}, ["logging_strategy is no", "logging_steps"]),
     ({"cpu_threads": 0}, ["cpu_threads is 0", "at least 1"]),
     ({"optim": "adamw_torch"}, ["adamw_torch", "learning_rate", "weight_decay"]),
-    ({"loss_kwargs": "0.9"}, ["loss_kwargs holds no settings", "'0.9'", "mapping"]),
-    ({"loss_kwargs": "{threshold: 0.9"}, ["loss_kwargs", "{threshold: 0.9"]),
+    ({"loss_kwargs": "0.9"}, ["loss_kwargs", "'0.9'", "mapping"]),
 ]
 
 
@@ -327,7 +338,12 @@ def test_settings_at_the_edge_are_accepted(settings: dict[str, Any]) -> None:
 
 def test_a_recipe_fills_the_config(tmp_path: Path) -> None:
     args = from_yaml(tmp_path, "loss: pi_model\nmax_steps: 12\nunlabeled_weight: 2.5\nmix_labeled: false")
-    assert (args.loss, args.max_steps, args.unlabeled_weight, args.mix_labeled) == ("pi_model", 12, 2.5, False)
+    assert (args.loss, args.max_steps, args.unlabeled_weight, args.mix_labeled) == (
+        "pi_model",
+        12,
+        2.5,
+        False,
+    )
     assert args.learning_rate == 3e-2
 
 
@@ -378,7 +394,9 @@ def test_loss_arguments_are_a_mapping_in_a_recipe(tmp_path: Path, text: str) -> 
 
 
 def test_loss_arguments_are_json_on_the_command_line() -> None:
-    args = parsed("--output_dir", "unused", "--loss", "vat", "--loss_kwargs", '{"xi": 0.001, "reverse_kl": false}')
+    args = parsed(
+        "--output_dir", "unused", "--loss", "vat", "--loss_kwargs", '{"xi": 0.001, "reverse_kl": false}'
+    )
     assert args.loss_kwargs == {"xi": 0.001, "reverse_kl": False}
 
 
@@ -388,7 +406,9 @@ def test_small_numbers_in_loss_arguments_stay_numbers(tmp_path: Path) -> None:
     assert args.loss_kwargs == {"xi": 1e-6}
 
 
-@pytest.mark.parametrize(("word", "value"), [("false", False), ("False", False), ("0", False), ("true", True)])
+@pytest.mark.parametrize(
+    ("word", "value"), [("false", False), ("False", False), ("0", False), ("true", True)]
+)
 def test_booleans_are_words_on_the_command_line(word: str, value: bool) -> None:
     args = parsed("--output_dir", "unused", "--mix_labeled", word, "--mix_per_batch", word)
     assert (args.mix_labeled, args.mix_per_batch) == (value, value)
@@ -427,7 +447,7 @@ def test_a_word_in_place_of_a_number_is_an_error() -> None:
 
 
 def test_a_config_without_a_path_is_an_error() -> None:
-    with pytest.raises(ValueError, match=r"--config needs the path"):
+    with pytest.raises(ValueError, match=r"--config needs a recipe"):
         parsed("--output_dir", "unused", "--config")
 
 

@@ -13,7 +13,7 @@ from accelerate.utils import DistributedType
 from torch import nn
 
 from hf_fixastep.losses.fixmatch import FixMatch
-from tests.runs import make_trainer
+from tests.short_runs import make_trainer
 
 
 LAUNCHES = sorted((Path(__file__).parents[1] / "recipes/accelerate").glob("*.yaml"))
@@ -36,11 +36,15 @@ def check(folder: Path, kind: DistributedType, loss: Any = None, **plugin: Any) 
 
 
 @pytest.mark.parametrize("kind", [DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.FSDP])
-def test_one_process_data_parallelism_and_fsdp2_can_be_launched(kind: DistributedType, tmp_path: Path) -> None:
+def test_one_process_data_parallelism_and_fsdp2_can_be_launched(
+    kind: DistributedType, tmp_path: Path
+) -> None:
     check(tmp_path, kind, **FSDP2)
 
 
-@pytest.mark.parametrize(("kind", "name"), [(DistributedType.DEEPSPEED, "DEEPSPEED"), (DistributedType.FSDP, "FSDP1")])
+@pytest.mark.parametrize(
+    ("kind", "name"), [(DistributedType.DEEPSPEED, "DEEPSPEED"), (DistributedType.FSDP, "FSDP1")]
+)
 def test_what_steps_before_the_gate_is_refused(kind: DistributedType, name: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=f"The launch uses {name}, but the gate needs two gradients"):
         check(tmp_path, kind, **{**FSDP2, "fsdp_version": 1})

@@ -78,7 +78,9 @@ def test_drawing_a_gate_that_does_not_exist_is_an_error() -> None:
 @pytest.mark.parametrize("rows", [30, 500])
 def test_losses_and_accuracy_are_the_columns_of_the_log(rows: int) -> None:
     log = training_log(rows)
-    for axes, name in zip(plot_losses(log).axes, ["loss/labeled", "loss/unlabeled", "eval_accuracy"], strict=True):
+    for axes, name in zip(
+        plot_losses(log).axes, ["loss/labeled", "loss/unlabeled", "eval_accuracy"], strict=True
+    ):
         assert_plotted(axes.lines[0], log, name)
 
 

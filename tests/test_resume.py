@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import TrainerCallback, TrainerState
 
 from hf_fixastep import FixAStepTrainer
-from tests.runs import (
+from tests.short_runs import (
     RIVALS,
     assert_equal,
     largest_difference,
@@ -56,7 +56,12 @@ def interrupted_equals_whole(
     folder: Path, stop: int, build: Callable[[int], nn.Module] = tiny_wide_resnet, **settings: Any
 ) -> None:
     """Train twice, once in one go and once in two processes' worth of trainers; nothing may differ by a bit."""
-    settings = {"max_steps": 8, "steps_per_epoch": 5, "teacher_decay": 0.9, "unlabeled_weight": 5.0} | settings
+    settings = {
+        "max_steps": 8,
+        "steps_per_epoch": 5,
+        "teacher_decay": 0.9,
+        "unlabeled_weight": 5.0,
+    } | settings
     saving = {"save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 2}
     objects = {"eval_dataset": random_images(9, seed=3, labeled=True)}
     whole = make_trainer(folder / "whole", build(0), objects=objects, **settings, **saving)
@@ -137,7 +142,9 @@ def test_a_resumed_log_has_the_values_from_before_the_checkpoint(
 
 
 @pytest.mark.parametrize("steps_per_epoch", [4, 5])
-def test_a_run_that_broke_off_behind_its_last_step_is_only_finished(steps_per_epoch: int, tmp_path: Path) -> None:
+def test_a_run_that_broke_off_behind_its_last_step_is_only_finished(
+    steps_per_epoch: int, tmp_path: Path
+) -> None:
     interrupted_equals_whole(tmp_path, 8, steps_per_epoch=steps_per_epoch, logging_steps=3)
 
 

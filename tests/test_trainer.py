@@ -29,13 +29,19 @@ from transformers import (
 )
 
 import hf_fixastep
-from hf_fixastep import FixAStepTrainer, Images, SemiSupervisedLoss, WideResNetConfig, WideResNetForImageClassification
-from hf_fixastep.functional import SemiBatch
-from hf_fixastep.gate import GATES
+from hf_fixastep import (
+    FixAStepTrainer,
+    Images,
+    SemiSupervisedLoss,
+    WideResNetConfig,
+    WideResNetForImageClassification,
+)
 from hf_fixastep.losses import LOSSES, Losses
+from hf_fixastep.step.batch import SemiBatch
+from hf_fixastep.step.gate import GATES
 from tests import naive
 from tests.naive import Naive, NaiveSeparate
-from tests.runs import (
+from tests.short_runs import (
     EAGER,
     RIVALS,
     assert_equal,
@@ -63,7 +69,9 @@ def same_as(loss: str, folder: Path, **settings: Any) -> None:
         folder, tiny_wide_resnet(bn_momentum=0.1), loss=loss, unlabeled_warmup_steps=2.0, **settings
     )
     kind = NaiveSeparate if settings.get("batchnorm") == "separate" else Naive
-    reference = kind(trainer, getattr(naive, loss), lambda step: settings["unlabeled_weight"] * min(step / 2, 1)).run()
+    reference = kind(
+        trainer, getattr(naive, loss), lambda step: settings["unlabeled_weight"] * min(step / 2, 1)
+    ).run()
     run = train(trainer)
     assert set(reference.open) == {0.0, 1.0}  # else the seed proves too little
     assert logged(trainer, "gate/open") == reference.open
@@ -101,7 +109,9 @@ def test_steps_are_those_of_the_method_written_out(loss: str, settings: dict, tm
         ("fixmatch", {"loss_kwargs": EAGER, "unlabeled_ratio": 2.0, "mix_labeled": False, "seed": 4}),
     ],
 )
-def test_separate_steps_are_those_of_the_method_written_out(loss: str, settings: dict, tmp_path: Path) -> None:
+def test_separate_steps_are_those_of_the_method_written_out(
+    loss: str, settings: dict, tmp_path: Path
+) -> None:
     """Phase 1 takes the logits that the loss has of a view for guesses, and forwards nothing twice."""
     same_as(loss, tmp_path, batchnorm="separate", **settings)
 
@@ -124,14 +134,18 @@ def test_the_first_gradient_is_reduced_while_the_second_is_computed(
             found.append(f"backward {row}")
             super()._backward(row, loss, **kwargs)
 
-    monkeypatch.setattr("hf_fixastep.gate.GradientSlots.start_reduce", lambda _, row: found.append(f"reduce {row}"))
+    monkeypatch.setattr(
+        "hf_fixastep.step.gate.GradientSlots.start_reduce", lambda _, row: found.append(f"reduce {row}")
+    )
     model = tiny_wide_resnet()
     model.register_forward_pre_hook(lambda m, _: found.append("forward") if m.training else None)
     make_trainer(tmp_path, model, Telling, batchnorm=mode, max_steps=1).train()
     assert found == events
 
 
-def test_partners_come_from_one_labeled_batch_size_of_each_view_also_where_the_loss_has_more(tmp_path: Path) -> None:
+def test_partners_come_from_one_labeled_batch_size_of_each_view_also_where_the_loss_has_more(
+    tmp_path: Path,
+) -> None:
     same_as("mean_teacher", tmp_path, unlabeled_weight=20.0, unlabeled_ratio=2.0, mix_pool="batch")
 
 
@@ -140,7 +154,9 @@ def test_partners_come_from_all_unlabeled_rows_on_request(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("gate", GATES)
-def test_weight_zero_is_labeled_only_training_on_mixed_images_whatever_the_gate(gate: str, tmp_path: Path) -> None:
+def test_weight_zero_is_labeled_only_training_on_mixed_images_whatever_the_gate(
+    gate: str, tmp_path: Path
+) -> None:
     trainer = make_trainer(tmp_path, gate=gate, **VISIBLE | {"unlabeled_weight": 0.0, "max_steps": 3})
     reference = Naive(trainer, naive.mean_teacher, lambda step: 0.0).run()
     assert_near(train(trainer).raw[-1], reference.raw[-1])
@@ -156,7 +172,9 @@ def test_a_step_without_gate_mixing_and_unlabeled_weight_is_one_of_the_stock_tra
         {"params": [p for p in model.parameters() if p.ndim == 1], "weight_decay": 0.0},
     ]
     optimizer = torch.optim.SGD(groups, lr=0.03, momentum=0.9, nesterov=True)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: math.cos(7 * math.pi * step / (16 * 5)))
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: math.cos(7 * math.pi * step / (16 * 5))
+    )
     batches = [
         {"pixel_values": trainer.make_batch(batch).x, "labels": batch["labels"]}
         for batch, _ in zip(trainer.get_train_dataloader(), range(5), strict=False)
@@ -242,14 +260,21 @@ class Gradients(TrainerCallback):
     def __init__(self) -> None:
         self.seen: list[Tensor] = []
 
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: nn.Module, **kwargs: Any) -> None:
+    def on_pre_optimizer_step(
+        self, args: Any, state: Any, control: Any, model: nn.Module, **kwargs: Any
+    ) -> None:
         self.seen.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
 
 
 def test_clipping_shortens_the_gated_gradient_as_a_whole(tmp_path: Path) -> None:
     free, clipped = Gradients(), Gradients()
     for gradients, limit in ((free, 0.0), (clipped, 0.01)):
-        settings = {"gate": "off", "unlabeled_weight": 20.0, "unlabeled_warmup_steps": 0.0, "max_grad_norm": limit}
+        settings = {
+            "gate": "off",
+            "unlabeled_weight": 20.0,
+            "unlabeled_warmup_steps": 0.0,
+            "max_grad_norm": limit,
+        }
         trainer = make_trainer(tmp_path, objects={"callbacks": [gradients]}, max_steps=1, **settings)
         trainer.train()
     length = free.seen[0].norm()
@@ -266,33 +291,45 @@ def tiny_convnext() -> nn.Module:
 
 
 def tiny_resnet() -> nn.Module:
-    config = ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], layer_type="basic", num_labels=3)
+    config = ResNetConfig(
+        embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], layer_type="basic", num_labels=3
+    )
     return ResNetForImageClassification(config)
 
 
 @pytest.mark.parametrize("build", [tiny_vit, tiny_convnext, tiny_resnet])
-def test_any_image_classifier_trains_and_serves_a_pipeline(build: Callable[[], nn.Module], tmp_path: Path) -> None:
+def test_any_image_classifier_trains_and_serves_a_pipeline(
+    build: Callable[[], nn.Module], tmp_path: Path
+) -> None:
     test_set = random_images(6, seed=3, labeled=True)
     trainer = make_trainer(tmp_path, build(), objects={"eval_dataset": test_set}, max_steps=3)
     run = train(trainer)
     matrices = [name for name, parameter in trainer.model.named_parameters() if parameter.ndim > 1]
     assert [name for name in matrices if torch.equal(run.raw[0][name], run.raw[-1][name])] == []
     predictions = trainer.predict(test_set)
-    assert trainer.evaluate()["eval_accuracy"] == (predictions.predictions.argmax(1) == predictions.label_ids).mean()
+    assert (
+        trainer.evaluate()["eval_accuracy"]
+        == (predictions.predictions.argmax(1) == predictions.label_ids).mean()
+    )
 
     trainer.save_model()
     classify = pipeline("image-classification", model=str(tmp_path), device="cpu")
     for pixels, logits in zip(test_set.pixels, torch.tensor(predictions.predictions), strict=True):
         picture = Image.fromarray(pixels.permute(1, 2, 0).numpy())
         scores = {answer["label"]: answer["score"] for answer in classify(picture)}
-        assert [scores[name] for name in ("cat", "dog", "owl")] == pytest.approx(logits.softmax(0).tolist(), abs=1e-5)
+        assert [scores[name] for name in ("cat", "dog", "owl")] == pytest.approx(
+            logits.softmax(0).tolist(), abs=1e-5
+        )
 
 
 def as_dataset(images: Images) -> datasets.Dataset:
     columns = {"image": [Image.fromarray(pixels.permute(1, 2, 0).numpy()) for pixels in images.pixels]}
     features = {"image": datasets.Image()}
     if images.labels is not None:
-        columns["label"], features["label"] = images.labels.tolist(), datasets.ClassLabel(names=images.class_names)
+        columns["label"], features["label"] = (
+            images.labels.tolist(),
+            datasets.ClassLabel(names=images.class_names),
+        )
     return datasets.Dataset.from_dict(columns, features=datasets.Features(features))
 
 
@@ -303,7 +340,10 @@ def test_datasets_and_decoded_images_train_and_evaluate_alike(tmp_path: Path) ->
         "eval_dataset": random_images(9, seed=3, labeled=True),
     }
     encoded = {name: as_dataset(images) for name, images in decoded.items()}
-    named = {**encoded, "eval_dataset": {"near": encoded["eval_dataset"], "far": as_dataset(decoded["train_dataset"])}}
+    named = {
+        **encoded,
+        "eval_dataset": {"near": encoded["eval_dataset"], "far": as_dataset(decoded["train_dataset"])},
+    }
     first, second, third = (make_trainer(tmp_path, objects=objects) for objects in (decoded, encoded, named))
     assert_equal(train(first).raw[-1], train(second).raw[-1])
     third.train()
@@ -363,7 +403,9 @@ class Sized(Learned):
 
 def test_a_loss_learns_the_sizes_before_there_is_an_optimizer(tmp_path: Path) -> None:
     loss = Sized()
-    trainer = make_trainer(tmp_path, objects={"loss": loss, "eval_dataset": random_images(9, seed=3, labeled=True)})
+    trainer = make_trainer(
+        tmp_path, objects={"loss": loss, "eval_dataset": random_images(9, seed=3, labeled=True)}
+    )
     assert loss.told == [{"num_labels": 3, "unlabeled_rows": 40, "validation_rows": 9}]
     groups = trainer.create_optimizer().param_groups[2:]
     assert [group["params"] for group in groups] == [[loss.matrix], [loss.point]]
@@ -378,7 +420,9 @@ def test_parameters_of_a_loss_are_trained_without_weight_decay_too(tmp_path: Pat
 
 def test_a_loss_starts_anew_with_every_model_that_is_built(tmp_path: Path) -> None:
     loss = Sized()
-    trainer = make_trainer(tmp_path, objects={"loss": loss, "model_init": lambda: tiny_wide_resnet()}, max_steps=1)
+    trainer = make_trainer(
+        tmp_path, objects={"loss": loss, "model_init": lambda: tiny_wide_resnet()}, max_steps=1
+    )
     first = loss.matrix
     trainer.train()
     assert loss.matrix is not first
@@ -414,11 +458,18 @@ def test_a_batch_knows_the_step_and_the_weight(tmp_path: Path) -> None:
 def test_every_rival_trains_any_image_classifier_also_with_fix_a_step(
     loss: str, build: Callable[[], nn.Module], tmp_path: Path
 ) -> None:
-    settings = {"loss": loss, "loss_kwargs": RIVALS[loss], "unlabeled_ratio": 4.0, "unlabeled_warmup_steps": 0.0}
+    settings = {
+        "loss": loss,
+        "loss_kwargs": RIVALS[loss],
+        "unlabeled_ratio": 4.0,
+        "unlabeled_warmup_steps": 0.0,
+    }
     trainer = make_trainer(tmp_path, build(), max_steps=4, **settings)
     run = train(trainer)
     assert largest_difference(run.raw[-1], run.raw[0]) > 1e-4
-    assert all(torch.isfinite(value).all() for value in [*run.raw[-1].values(), *trainer.loss.state_dict().values()])
+    assert all(
+        torch.isfinite(value).all() for value in [*run.raw[-1].values(), *trainer.loss.state_dict().values()]
+    )
 
 
 def test_the_number_of_threads_can_be_set(tmp_path: Path) -> None:
@@ -483,7 +534,9 @@ def test_after_training_the_model_is_the_average(tmp_path: Path) -> None:
 
 # transformers 5 saves the weights of a ViT under other names than the model has.
 @pytest.mark.parametrize("build", [tiny_wide_resnet, tiny_vit])
-def test_the_best_model_at_the_end_gives_the_best_metric_again(build: Callable[[], nn.Module], tmp_path: Path) -> None:
+def test_the_best_model_at_the_end_gives_the_best_metric_again(
+    build: Callable[[], nn.Module], tmp_path: Path
+) -> None:
     steps = {
         "eval_strategy": "steps",
         "eval_steps": 1,
@@ -521,7 +574,9 @@ def test_sgd_decays_the_29_convolution_and_linear_weights_of_the_benchmark_netwo
     name_of = {parameter: name for name, parameter in trainer.model.named_parameters()}
     decayed, free = ([name_of[p] for p in group["params"]] for group in optimizer.param_groups)
     assert len(decayed) == 29
-    assert sorted(decayed) == sorted(name for name in name_of.values() if "bn" not in name and "bias" not in name)
+    assert sorted(decayed) == sorted(
+        name for name in name_of.values() if "bn" not in name and "bias" not in name
+    )
     assert len(decayed) + len(free) == len(name_of)
     expected = {"lr": 0.03, "momentum": 0.9, "nesterov": True, "dampening": 0, "fused": True}
     for group, decay in zip(optimizer.param_groups, (5e-4, 0.0), strict=True):
@@ -544,8 +599,12 @@ def test_adam_decays_everything_as_part_of_the_gradient(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("setting", "cycle"), [(1.0, 5), (0.4, 2), (8.0, 8), (2.0, 2)])
-def test_the_learning_rate_follows_seven_sixteenths_of_a_cosine(setting: float, cycle: int, tmp_path: Path) -> None:
-    trainer = make_trainer(tmp_path, loss="supervised", learning_rate=0.01, lr_cycle_steps=setting, max_steps=5)
+def test_the_learning_rate_follows_seven_sixteenths_of_a_cosine(
+    setting: float, cycle: int, tmp_path: Path
+) -> None:
+    trainer = make_trainer(
+        tmp_path, loss="supervised", learning_rate=0.01, lr_cycle_steps=setting, max_steps=5
+    )
     trainer.train()
     expected = [0.01 * max(0.0, math.cos(7 * math.pi * step / (16 * cycle))) for step in range(5)]
     assert logged(trainer, "learning_rate") == pytest.approx(expected, abs=1e-12)
@@ -568,10 +627,19 @@ def test_the_learning_rate_follows_seven_sixteenths_of_a_cosine(setting: float, 
 def test_upstream_divides_by_all_rows_what_the_official_base_methods_do(
     loss: str, labeled: float, unlabeled: float, tmp_path: Path
 ) -> None:
-    settings = {"preset": "upstream", "loss": loss, "unlabeled_ratio": 2.0, "mix_labeled": False, "max_steps": 1}
+    settings = {
+        "preset": "upstream",
+        "loss": loss,
+        "unlabeled_ratio": 2.0,
+        "mix_labeled": False,
+        "max_steps": 1,
+    }
     if loss in ("fixmatch", "pseudo_label"):
         settings["loss_kwargs"] = EAGER
-    upstream, own = make_trainer(tmp_path, **settings), make_trainer(tmp_path, divide_by_all_rows=False, **settings)
+    upstream, own = (
+        make_trainer(tmp_path, **settings),
+        make_trainer(tmp_path, divide_by_all_rows=False, **settings),
+    )
     upstream.train()
     own.train()
     for name, factor in (("loss/labeled", labeled), ("loss/unlabeled", unlabeled)):
@@ -580,9 +648,14 @@ def test_upstream_divides_by_all_rows_what_the_official_base_methods_do(
 
 
 @pytest.mark.parametrize("loss", ["pi_model", "mean_teacher", "vat", "pseudo_label"])
-def test_upstream_divides_each_loss_by_its_own_rows_once_labeled_images_are_mixed(loss: str, tmp_path: Path) -> None:
+def test_upstream_divides_each_loss_by_its_own_rows_once_labeled_images_are_mixed(
+    loss: str, tmp_path: Path
+) -> None:
     settings = {"preset": "upstream", "loss": loss, "unlabeled_ratio": 2.0, "max_steps": 1}
-    upstream, own = make_trainer(tmp_path, **settings), make_trainer(tmp_path, divide_by_all_rows=False, **settings)
+    upstream, own = (
+        make_trainer(tmp_path, **settings),
+        make_trainer(tmp_path, divide_by_all_rows=False, **settings),
+    )
     upstream.train()
     own.train()
     for name in ("loss/labeled", "loss/unlabeled"):
@@ -593,7 +666,17 @@ def test_upstream_divides_each_loss_by_its_own_rows_once_labeled_images_are_mixe
 
 
 PACKAGE = Path(hf_fixastep.__file__).parent
-WAITING_METHODS = ("item", "tolist", "cpu", "numpy", "__bool__", "__float__", "__int__", "__index__", "__array__")
+WAITING_METHODS = (
+    "item",
+    "tolist",
+    "cpu",
+    "numpy",
+    "__bool__",
+    "__float__",
+    "__int__",
+    "__index__",
+    "__array__",
+)
 WAITING_OPERATIONS = (
     "_local_scalar_dense",
     "nonzero",
@@ -604,7 +687,8 @@ WAITING_OPERATIONS = (
     "is_nonzero",
 )
 
-# Numbers that were drawn by a generator on the host and never leave it, read there to plan the work of the device.
+# Numbers that were drawn by a generator on the host and never leave it, read there to plan the work of the
+# device.
 ON_THE_HOST = {
     ("views.py", "_apply", "tolist"),  # images per kind of operation
     ("views.py", "_tone", "tolist"),  # images per table
@@ -615,7 +699,9 @@ ON_THE_HOST = {
 
 
 class Waits(TorchDispatchMode):
-    """Lists, inside, everything that would make the host wait for a GPU: what, and who in the package asked for it."""
+    """Lists, inside, everything that would make the host wait for a GPU: what, and who in the package asked
+    for it.
+    """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         super().__init__()
@@ -653,7 +739,9 @@ class Waits(TorchDispatchMode):
         frame = sys._getframe()
         while frame is not None and PACKAGE not in Path(frame.f_code.co_filename).parents:
             frame = frame.f_back
-        file, caller = ("", "") if frame is None else (Path(frame.f_code.co_filename).name, frame.f_code.co_name)
+        file, caller = (
+            ("", "") if frame is None else (Path(frame.f_code.co_filename).name, frame.f_code.co_name)
+        )
         if self.active and (file, caller, name) not in ON_THE_HOST:
             self.found.append((file, caller, name))
 
@@ -675,7 +763,9 @@ class Watch(TrainerCallback):
 @pytest.fixture
 def waits(monkeypatch: pytest.MonkeyPatch) -> Waits:
     # On a CPU, and only there, torch's own reads the labels to check them.
-    monkeypatch.setattr("torch.nn.functional.one_hot", lambda labels, classes: torch.eye(classes)[labels].long())
+    monkeypatch.setattr(
+        "torch.nn.functional.one_hot", lambda labels, classes: torch.eye(classes)[labels].long()
+    )
     return Waits(monkeypatch)
 
 
@@ -738,6 +828,8 @@ def test_on_a_cpu_memory_is_kept_for_the_next_step() -> None:
     found = []
     for before in ("", "from hf_fixastep.trainer import keep_freed_memory; keep_freed_memory()"):
         code = FAULTS.format(before=before)
-        found.append(int(subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout))
+        found.append(
+            int(subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout)
+        )
     assert found[0] > 50  # pages, some of them huge
     assert found[1] < 10

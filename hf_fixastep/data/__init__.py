@@ -1,8 +1,9 @@
 """Images from the disk to the training step."""
 
-from .folders import folder_report
-from .registry import DATASETS, export_dataset, list_datasets, load_dataset
-from .streams import Draw, Images, PairedDataset, PairedLoader, PairedSampler, as_is, generator_for
+from hf_fixastep.data.folders import folder_report
+from hf_fixastep.data.images import Images
+from hf_fixastep.data.loader import Draw, PairedDataset, PairedLoader, PairedSampler, as_is, generator_for
+from hf_fixastep.data.registry import DATASETS, export_dataset, list_datasets, load_dataset
 
 
 __all__ = [

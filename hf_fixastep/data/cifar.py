@@ -19,7 +19,7 @@ import PIL.Image
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from hf_fixastep.hub import online
+from hf_fixastep.hub.client import online
 
 
 HOMEPAGE = "https://www.cs.toronto.edu/~kriz/cifar.html"
@@ -40,7 +40,8 @@ class Batch:
 
     name: str
     md5: str  # of the file in the "python version"
-    sha1: str  # of the file in the "binary version", which is label bytes and pixels row by row; published by MXNet
+    # Of the file in the "binary version", which is label bytes and pixels row by row; published by MXNet.
+    sha1: str
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,9 @@ CIFAR10 = Cifar(
         Batch("data_batch_4", "634d18415352ddfa80567beed471001a", "aab85764eb3584312d3c7f65fd2fd016e36a258e"),
         Batch("data_batch_5", "482c414d41f54cd18b22e5b47cb7c3cb", "26e2849e66a845b7f1e4614ae70f4889ae604628"),
     ),
-    test=(Batch("test_batch", "40351d587109b95175f43aff81a1287e", "67eb016db431130d61cd03c7ad570b013799c88c"),),
+    test=(
+        Batch("test_batch", "40351d587109b95175f43aff81a1287e", "67eb016db431130d61cd03c7ad570b013799c88c"),
+    ),
     hub="uoft-cs/cifar10",
     hub_folder="plain_text",
     label_columns=("label",),
@@ -150,8 +153,8 @@ class CifarConfig(datasets.BuilderConfig):
         labels_per_class: labeled images of each labeled class.
         seed: seed of the split.
         oracle: drop the unlabeled images whose true class is not a labeled one.
-        foreign: add the test images of foreign classes, as splits seen_foreign (classes that the unlabeled images
-            show) and unseen_foreign, those of the two that there are.
+        foreign: add the test images of foreign classes, as splits seen_foreign (classes that the unlabeled
+            images show) and unseen_foreign, those of the two that there are.
     """
 
     labels_per_class: int = 400
@@ -185,7 +188,9 @@ class CifarOpenSet(datasets.GeneratorBasedBuilder):
             homepage=HOMEPAGE,
             license="unknown",
             citation=CITATION.strip(),
-            features=datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(names=names)}),
+            features=datasets.Features(
+                {"image": datasets.Image(), "label": datasets.ClassLabel(names=names)}
+            ),
         )
 
     def _split_generators(self, dl_manager: datasets.DownloadManager) -> list[datasets.SplitGenerator]:
@@ -197,17 +202,26 @@ class CifarOpenSet(datasets.GeneratorBasedBuilder):
         parts = split_rows(
             train.labels, known, unlabeled, self.validation_per_class, config.labels_per_class, config.seed
         )
-        rows = {name: Rows(train.pixels[part], train.labels[part] - known.start) for name, part in parts.items()}
+        rows = {
+            name: Rows(train.pixels[part], train.labels[part] - known.start) for name, part in parts.items()
+        }
         seen = set(unlabeled) - set(known)
-        tested = {"test": known, "seen_foreign": seen, "unseen_foreign": set(test.labels.tolist()) - seen - set(known)}
+        tested = {
+            "test": known,
+            "seen_foreign": seen,
+            "unseen_foreign": set(test.labels.tolist()) - seen - set(known),
+        }
         for name, classes in tested.items() if config.foreign else [("test", known)]:
             part = np.flatnonzero(np.isin(test.labels, list(classes)))
             rows[name] = Rows(test.pixels[part], test.labels[part] - known.start)
-        # All splits of a builder share their columns: unlabeled rows are stored with -1, and the registry drops it.
+        # All splits of a builder share their columns: unlabeled rows are stored with -1, and the registry
+        # drops it.
         for name in rows.keys() - {"labeled", "validation", "test"}:
             rows[name].labels[:] = -1
         filled = {name: part for name, part in rows.items() if len(part.labels)}
-        return [datasets.SplitGenerator(name=name, gen_kwargs=part._asdict()) for name, part in filled.items()]
+        return [
+            datasets.SplitGenerator(name=name, gen_kwargs=part._asdict()) for name, part in filled.items()
+        ]
 
     def _check_settings(self) -> None:
         config = self.config
@@ -224,7 +238,9 @@ class CifarOpenSet(datasets.GeneratorBasedBuilder):
                 "loss=supervised, without the oracle."
             )
 
-    def _generate_examples(self, pixels: np.ndarray, labels: np.ndarray) -> Iterator[tuple[int, dict[str, Any]]]:
+    def _generate_examples(
+        self, pixels: np.ndarray, labels: np.ndarray
+    ) -> Iterator[tuple[int, dict[str, Any]]]:
         for row, (planes, label) in enumerate(zip(pixels, labels, strict=True)):
             # No path: the original file names tell the class.
             yield row, {"image": {"bytes": to_png(planes), "path": None}, "label": int(label)}
@@ -302,13 +318,17 @@ def split_rows(
     order = random.permutation(len(labels))
     bounds = [validation_per_class, validation_per_class + labels_per_class]
     # Per class, the places in the permutation that go to each part.
-    places = {label: np.split(np.flatnonzero(labels[order] == label), bounds) for label in np.unique(labels).tolist()}
+    places = {
+        label: np.split(np.flatnonzero(labels[order] == label), bounds)
+        for label in np.unique(labels).tolist()
+    }
     validation = np.concatenate([places[label][0] for label in labeled_classes])
     labeled = np.concatenate([places[label][1] for label in labeled_classes])
     unlabeled = np.concatenate([places[label][2] for label in unlabeled_classes])
     return {
         "labeled": order[np.sort(labeled)],
-        # Shuffled again: a class that fills its other splits early comes early here, which would tell the label.
+        # Shuffled again: a class that fills its other splits early comes early here, which would tell the
+        # label.
         "unlabeled": random.permutation(order[np.sort(unlabeled)]),
         "validation": order[np.sort(validation)],
     }
@@ -330,7 +350,9 @@ def read_cifar(cifar: Cifar, data_dir: str | None) -> tuple[Rows, Rows]:
         for pattern in ("{}*.parquet", "{}/*.parquet"):
             train, test = (sorted(folder.glob(pattern.format(split))) for split in ("train", "test"))
             if train or test:
-                return _read_parquet(cifar, "train", train, folder), _read_parquet(cifar, "test", test, folder)
+                return _read_parquet(cifar, "train", train, folder), _read_parquet(
+                    cifar, "test", test, folder
+                )
     raise FileNotFoundError(
         f"{root} holds neither {cifar.archive} nor {cifar.folder} nor the parquet files of {cifar.hub}: "
         f"{cifar.advice} and put it there."
@@ -384,7 +406,9 @@ def _read_pickles(cifar: Cifar, files: Iterable[tuple[str, bytes]], where: Path)
     """Train and test images from the contents of the batches, which may come in any order."""
     found = {}
     for name, content in files:
-        _check_md5(where / name, hashlib.md5(content, usedforsecurity=False).hexdigest(), cifar.batches[name].md5)
+        _check_md5(
+            where / name, hashlib.md5(content, usedforsecurity=False).hexdigest(), cifar.batches[name].md5
+        )
         batch = ArrayUnpickler(io.BytesIO(content), encoding="bytes").load()
         found[name] = Rows(batch[b"data"], np.array(batch[f"{cifar.label_columns[-1]}s".encode()]))
     missing = [name for name in cifar.batches if name not in found]
@@ -393,7 +417,9 @@ def _read_pickles(cifar: Cifar, files: Iterable[tuple[str, bytes]], where: Path)
             f"{where} lacks {', '.join(missing)} of the batches of {cifar.title}: {cifar.advice} again."
         )
     train, test = ([found[batch.name] for batch in batches] for batches in (cifar.train, cifar.test))
-    return Rows(*map(np.concatenate, zip(*train, strict=True))), Rows(*map(np.concatenate, zip(*test, strict=True)))
+    return Rows(*map(np.concatenate, zip(*train, strict=True))), Rows(
+        *map(np.concatenate, zip(*test, strict=True))
+    )
 
 
 def _check_md5(path: Path, found: str, expected: str) -> None:
@@ -460,10 +486,14 @@ def _open_parquet(cifar: Cifar, file: Path) -> pq.ParquetFile:
     try:
         table = pq.ParquetFile(file)
     except pa.ArrowException as error:
-        raise ValueError(f"{file} is no complete parquet file: download it again from {cifar.hub}.") from error
+        raise ValueError(
+            f"{file} is no complete parquet file: download it again from {cifar.hub}."
+        ) from error
     schema = table.schema_arrow
     labels = [schema.field(name) for name in cifar.label_columns if name in schema.names]
-    fits = len(labels) == len(cifar.label_columns) and all(pa.types.is_integer(label.type) for label in labels)
+    fits = len(labels) == len(cifar.label_columns) and all(
+        pa.types.is_integer(label.type) for label in labels
+    )
     image = schema.field("img").type if "img" in schema.names else pa.null()
     if not fits or not pa.types.is_struct(image) or image.get_field_index("bytes") < 0:
         raise ValueError(

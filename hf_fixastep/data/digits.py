@@ -59,8 +59,8 @@ class DigitsConfig(datasets.BuilderConfig):
     Args:
         labels_per_class: labeled images of each digit from 0 to 5.
         seed: seed of the split.
-        foreign: add the test images of foreign digits, as splits seen_foreign (digits that the unlabeled images show)
-            and unseen_foreign, those of the two that there are.
+        foreign: add the test images of foreign digits, as splits seen_foreign (digits that the unlabeled
+            images show) and unseen_foreign, those of the two that there are.
     """
 
     labels_per_class: int = 5
@@ -69,7 +69,9 @@ class DigitsConfig(datasets.BuilderConfig):
 
 
 class DigitsOpenSet(datasets.GeneratorBasedBuilder):
-    """Labeled digits 0 to 5; unlabeled images of four digits, of which 0 to 4 are foreign. Split as the CIFAR task."""
+    """Labeled digits 0 to 5; unlabeled images of four digits, of which 0 to 4 are foreign. Split as the CIFAR
+    task.
+    """
 
     BUILDER_CONFIG_CLASS = DigitsConfig
     BUILDER_CONFIGS = [DigitsConfig(name, datasets.Version("1.0.0")) for name in UNLABELED_DIGITS]
@@ -85,7 +87,9 @@ class DigitsOpenSet(datasets.GeneratorBasedBuilder):
             homepage="https://archive.ics.uci.edu/dataset/80/optical+recognition+of+handwritten+digits",
             license="cc-by-4.0",
             citation=CITATION.strip(),
-            features=datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(names=names)}),
+            features=datasets.Features(
+                {"image": datasets.Image(), "label": datasets.ClassLabel(names=names)}
+            ),
         )
 
     def download_and_prepare(self, *args: Any, **kwargs: Any) -> None:
@@ -103,20 +107,25 @@ class DigitsOpenSet(datasets.GeneratorBasedBuilder):
         config = self.config
         digits = UNLABELED_DIGITS[config.name]
         parts = split_digits(labels, digits, config.labels_per_class, config.seed, config.foreign)
-        # All splits of a builder share their columns: unlabeled rows are stored with -1, and the registry drops it.
+        # All splits of a builder share their columns: unlabeled rows are stored with -1, and the registry
+        # drops it.
         return [
             datasets.SplitGenerator(
                 name=name,
                 gen_kwargs={
                     "pixels": pixels[rows],
-                    "labels": labels[rows] if name in ("labeled", "validation", "test") else np.full_like(rows, -1),
+                    "labels": labels[rows]
+                    if name in ("labeled", "validation", "test")
+                    else np.full_like(rows, -1),
                 },
             )
             for name, rows in parts.items()
             if len(rows)
         ]
 
-    def _generate_examples(self, pixels: np.ndarray, labels: np.ndarray) -> Iterator[tuple[int, dict[str, Any]]]:
+    def _generate_examples(
+        self, pixels: np.ndarray, labels: np.ndarray
+    ) -> Iterator[tuple[int, dict[str, Any]]]:
         for row, (image, label) in enumerate(zip(pixels, labels, strict=True)):
             yield row, {"image": PIL.Image.fromarray(image), "label": int(label)}
 
@@ -128,7 +137,11 @@ def read_digits() -> tuple[np.ndarray, np.ndarray]:
 
 
 def split_digits(
-    labels: np.ndarray, unlabeled_digits: tuple[int, ...], labels_per_class: int, seed: int, foreign: bool = False
+    labels: np.ndarray,
+    unlabeled_digits: tuple[int, ...],
+    labels_per_class: int,
+    seed: int,
+    foreign: bool = False,
 ) -> dict[str, np.ndarray]:
     """Rows of every split, in shuffled order, the foreign ones among them if asked for."""
     used = TEST_PER_CLASS + VALIDATION_PER_CLASS
@@ -149,7 +162,8 @@ def split_digits(
     unlabeled = order[seen & (parts == 3)]
     splits = {
         "labeled": order[known & (parts == 2)],
-        # Shuffled again: a digit that fills its other splits early comes early here, which would tell the label.
+        # Shuffled again: a digit that fills its other splits early comes early here, which would tell the
+        # label.
         "unlabeled": random.permutation(unlabeled),
         "validation": order[known & (parts == 1)],
         "test": order[known & (parts == 0)],

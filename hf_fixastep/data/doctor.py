@@ -1,6 +1,6 @@
 """Look at folders of images before training on them.
 
-python -m hf_fixastep.data.doctor --labeled DIR --unlabeled DIR [--validation DIR --test DIR --group PATTERN]
+fixastep doctor --labeled DIR --unlabeled DIR [--validation DIR --test DIR --group PATTERN]
 """
 
 from __future__ import annotations
@@ -26,10 +26,8 @@ from rich.progress import track
 from rich.table import Table
 from rich.text import Text
 
-from hf_fixastep.models import WideResNetConfig, WideResNetForImageClassification
-
-from .files import Listing, UnreadableImage, digest, duplicates, read_picture
-from .folders import (
+from hf_fixastep.data.files import Listing, UnreadableImage, digest, duplicates, read_picture
+from hf_fixastep.data.folders import (
     FoldersConfig,
     check_classes,
     check_size,
@@ -40,12 +38,15 @@ from .folders import (
     passed_over,
     split_sides,
 )
-from .streams import DEEP_MODES, GREY_MODES
+from hf_fixastep.data.images import DEEP_MODES, GREY_MODES
+from hf_fixastep.models import WideResNetConfig, WideResNetForImageClassification
 
 
 SHARES = {"validation": FoldersConfig.validation_share, "test": FoldersConfig.test_share}
-STEP_IMAGES = 64 + 2 * 7 * 64  # FixMatch: a labeled batch, and two views of seven unlabeled images for each of it
-CELL, GAP, MARGIN, LINE = 88, 6, 170, 20  # pixels of the contact sheet: a picture, between two, for names, for a line
+# FixMatch: a labeled batch, and two views of seven unlabeled images for each of it.
+STEP_IMAGES = 64 + 2 * 7 * 64
+# Pixels of the contact sheet: a picture, between two, for names, for a line.
+CELL, GAP, MARGIN, LINE = 88, 6, 170, 20
 COLUMNS, CLASS_ROWS, UNLABELED_ROWS, TEXT_ROWS = 10, 20, 3, 15
 
 
@@ -107,7 +108,8 @@ def sample_rows(listing: Listing) -> dict[str, list[int]]:
             rows[label].append(row)
     most = COLUMNS if listing.labels else COLUMNS * UNLABELED_ROWS
     return {
-        label: [of[n * len(of) // most] for n in range(most)] if len(of) > most else of for label, of in rows.items()
+        label: [of[n * len(of) // most] for n in range(most)] if len(of) > most else of
+        for label, of in rows.items()
     }
 
 
@@ -115,7 +117,9 @@ def file_table(surveys: Mapping[str, Survey]) -> Table:
     table = Table("side", "images", "broken", "width x height", "modes", title="Files", title_justify="left")
     for side, found in surveys.items():
         modes = ", ".join(f"{mode} {count:,}" for mode, count in found.modes.most_common(4))
-        table.add_row(side, f"{len(found.readable):,}", f"{len(found.broken):,}", size_range(found.sizes), modes)
+        table.add_row(
+            side, f"{len(found.readable):,}", f"{len(found.broken):,}", size_range(found.sizes), modes
+        )
     return table
 
 
@@ -156,7 +160,9 @@ def examine(surveys: Mapping[str, Survey]) -> tuple[dict[str, Listing], list[str
             if not len(listing):
                 raise ValueError(f"No file in {side} can be read.")
         check_classes(splits)
-        splits, digests = split_sides(splits, digests, {n: s for n, s in SHARES.items() if n not in splits}, seed=0)
+        splits, digests = split_sides(
+            splits, digests, {n: s for n, s in SHARES.items() if n not in splits}, seed=0
+        )
     except ValueError as error:
         problems.append(str(error))
     remarks = findings(make_report(splits, digests, surveys["unlabeled"].broken)) + copies(splits, digests)
@@ -175,7 +181,9 @@ def copies(splits: Mapping[str, Listing], digests: dict[str, np.ndarray]) -> lis
     for split, listing in splits.items():
         extra = len(listing) - len(np.unique(digests[split]))
         within = [same[split] for same in sets if len(same.get(split, [])) > 1]
-        example = f", such as {listing.shown(within[0][0])} and {listing.shown(within[0][1])}" if within else ""
+        example = (
+            f", such as {listing.shown(within[0][0])} and {listing.shown(within[0][1])}" if within else ""
+        )
         if extra:
             sentences.append(f"Copies of other images within {split}: {extra:,}{example}.")
     return sentences
@@ -186,7 +194,9 @@ def imbalance(listing: Listing) -> list[str]:
     (most, large), (least, small) = counts[0], counts[-1]
     if large < 3 * small:
         return []
-    return [f"The class {most} has {large / small:.1f} times the images of {least}: judge by balanced accuracy."]
+    return [
+        f"The class {most} has {large / small:.1f} times the images of {least}: judge by balanced accuracy."
+    ]
 
 
 def costs(surveys: Mapping[str, Survey], size: int) -> list[str]:
@@ -241,7 +251,8 @@ def contact_sheet(surveys: Mapping[str, Survey]) -> Figure:
     canvas = PIL.Image.new("RGB", (width, height), "white")
     classes = len(sample_rows(surveys["labeled"].listing))
     for number, (name, pictures) in enumerate(rows):
-        top = GAP + number * (CELL + GAP) + (LINE if number >= classes else 0)  # the unlabeled ones stand apart
+        # The unlabeled ones stand apart.
+        top = GAP + number * (CELL + GAP) + (LINE if number >= classes else 0)
         write(axes, MARGIN - 2 * GAP, top + CELL / 2, name, ha="right", size=9)
         for column, picture in enumerate(pictures):
             left = MARGIN + column * (CELL + GAP)
@@ -281,8 +292,13 @@ def paste(canvas: PIL.Image.Image, picture: PIL.Image.Image | None, left: int, t
 
 
 def text_lines(surveys: Mapping[str, Survey]) -> list[str]:
-    broken = [f"{side}/{name}: {why}" for side, found in surveys.items() for name, why in found.broken.items()]
-    lines = [f"Files that cannot be read: {len(broken):,}", *(shorten(line, 150) for line in broken[:TEXT_ROWS])]
+    broken = [
+        f"{side}/{name}: {why}" for side, found in surveys.items() for name, why in found.broken.items()
+    ]
+    lines = [
+        f"Files that cannot be read: {len(broken):,}",
+        *(shorten(line, 150) for line in broken[:TEXT_ROWS]),
+    ]
     if len(broken) > TEXT_ROWS:
         lines.append(f"and {len(broken) - TEXT_ROWS:,} more")
     hidden = len(set(surveys["labeled"].listing.labels)) - CLASS_ROWS
@@ -294,12 +310,14 @@ def shorten(text: str, length: int = 20) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser("python -m hf_fixastep.data.doctor", description="Look at folders of images.")
+    parser = argparse.ArgumentParser("fixastep doctor", description="Look at folders of images.")
     parser.add_argument("--labeled", required=True, help="Folder with a sub-folder per class, or a table.")
     parser.add_argument("--unlabeled", required=True, nargs="+", help="Folders, globs or tables.")
     parser.add_argument("--validation", help="As --labeled; if not given, a tenth is cut off.")
     parser.add_argument("--test", help="As --labeled; if not given, a fifth is cut off.")
-    parser.add_argument("--group", help="Column of the table, or regular expression with (the group) in file names.")
+    parser.add_argument(
+        "--group", help="Column of the table, or regular expression with (the group) in file names."
+    )
     parser.add_argument("--image_size", type=int, default=32, help="Side of the images to train on.")
     parser.add_argument("--out", default="doctor.png", type=Path, help="Where to write the contact sheet.")
     args = parser.parse_args(argv)
@@ -328,7 +346,8 @@ def show(surveys: Mapping[str, Survey], args: argparse.Namespace, console: Conso
         if sentences:
             console.print(Text(f"\n{title}", style="bold"))
         for sentence in sentences:
-            console.print(f"  {sentence}", soft_wrap=True)  # a command that is broken into lines cannot be copied
+            # A command that is broken into lines cannot be copied.
+            console.print(f"  {sentence}", soft_wrap=True)
     contact_sheet(surveys).savefig(args.out, format="png")
     console.print(f"\nContact sheet: {args.out}", soft_wrap=True)
 

@@ -1,6 +1,7 @@
 """Image files of a user: finding them, decoding them safely, and telling which are equal.
 
-Apart from `folders.py`, because `datasets` replaces `open`, `glob` and `os.path` in modules that hold a builder.
+Apart from `folders.py`, because `datasets` replaces `open`, `glob` and `os.path` in modules that hold a
+builder.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import PIL.Image
 import PIL.ImageFile
 import PIL.ImageOps
 
-from .streams import DEEP_MODES, GREY_MODES
+from hf_fixastep.data.images import DEEP_MODES, GREY_MODES
 
 
 Source = str | os.PathLike[str]
@@ -70,8 +71,12 @@ def read_picture(path: str) -> Picture:
             plain = plain and image.format in COMPRESSED
             upright = PIL.ImageOps.exif_transpose(image) if turn in range(2, 9) else image
             picture = Picture(to_grey_or_rgb(upright), image.mode, None)
-            # a small picture in a large file, such as a thumbnail in front of other data, is better stored anew
-            if plain and os.fstat(file.fileno()).st_size < picture.image.width * picture.image.height * 3 + 65536:
+            # a small picture in a large file, such as a thumbnail in front of other data, is better stored
+            # anew
+            if (
+                plain
+                and os.fstat(file.fileno()).st_size < picture.image.width * picture.image.height * 3 + 65536
+            ):
                 file.seek(0)
                 picture.data = file.read()
             return picture
@@ -83,7 +88,9 @@ def read_picture(path: str) -> Picture:
 
 @contextlib.contextmanager
 def strict_decoding() -> Iterator[None]:
-    """Truncated and too large images are errors, whatever was set before; odd metadata are passed over in silence."""
+    """Truncated and too large images are errors, whatever was set before; odd metadata are passed over in
+    silence.
+    """
     before, PIL.ImageFile.LOAD_TRUNCATED_IMAGES = PIL.ImageFile.LOAD_TRUNCATED_IMAGES, False
     try:
         with warnings.catch_warnings():
@@ -132,8 +139,8 @@ def to_grey_or_rgb(image: PIL.Image.Image) -> PIL.Image.Image:
 def to_8_bits(values: np.ndarray) -> np.ndarray:
     """Scale an image of more than 8 bits, by the first of these ranges that holds all its values, to 0..255.
 
-    Integers: 0..4095 (12 bits, as most sensors give) and 0..65535. Floats: 0..1. Otherwise the image's own smallest to
-    largest value. Values that are not finite become black.
+    Integers: 0..4095 (12 bits, as most sensors give) and 0..65535. Floats: 0..1. Otherwise the image's own
+    smallest to largest value. Values that are not finite become black.
     """
     finite = np.isfinite(values)
     if not finite.any():
@@ -153,7 +160,8 @@ def encode(picture: Picture, size: tuple[int, int] | None) -> bytes:
     """The bytes to store: those of the file if nothing was changed, otherwise PNG.
 
     Args:
-        size: height and width to resize to, as the torchvision image processors do it (bilinear, antialiased).
+        size: height and width to resize to, as the torchvision image processors do it (bilinear,
+            antialiased).
     """
     image, data = picture.image, picture.data
     if size is not None and image.size != size[::-1]:
@@ -207,7 +215,8 @@ class Listing:
 
     def select(self, rows: Sequence[int] | np.ndarray) -> Listing:
         names, labels, groups = (
-            [values[row] for row in rows] if values else [] for values in (self.names, self.labels, self.groups)
+            [values[row] for row in rows] if values else []
+            for values in (self.names, self.labels, self.groups)
         )
         return Listing(self.root, names, labels, groups)
 
@@ -240,7 +249,9 @@ def list_labeled(setting: str, source: Source, group: str | None) -> Listing:
         group: a column of the table, or a regular expression for the file names.
     """
     if not isinstance(source, (str, os.PathLike)):
-        raise ValueError(f"{setting} is {source!r}, but expected one folder, or one {' or '.join(TABLES)} table.")
+        raise ValueError(
+            f"{setting} is {source!r}, but expected one folder, or one {' or '.join(TABLES)} table."
+        )
     path = os.path.expanduser(os.fspath(source))
     if is_table(path):
         return read_table(path, group, labeled=True)
@@ -276,7 +287,9 @@ def list_unlabeled(setting: str, source: Source | Sequence[Source], group: str |
     """Folders of any depth, globs, or tables with the column file_name; one or several."""
     sources: list[Any] = list(source) if isinstance(source, (list, tuple)) else [source]
     if not sources or not all(isinstance(one, (str, os.PathLike)) for one in sources):
-        raise ValueError(f"{setting} is {source!r}, but expected a folder, a glob or a table, or a list of them.")
+        raise ValueError(
+            f"{setting} is {source!r}, but expected a folder, a glob or a table, or a list of them."
+        )
     parts = [list_one(setting, os.path.expanduser(os.fspath(one)), group) for one in sources]
     listing = parts[0] if len(parts) == 1 else join(parts)
     if len(set(listing.names)) < len(listing):
@@ -326,7 +339,9 @@ def walk(folder: str) -> Listing:
             continue
         for entry in entries:
             name = os.path.join(below, entry.name)
-            is_folder = entry.is_dir(follow_symlinks=False) or (entry.is_symlink() and os.path.isdir(entry.path))
+            is_folder = entry.is_dir(follow_symlinks=False) or (
+                entry.is_symlink() and os.path.isdir(entry.path)
+            )
             if is_folder and not entry.name.startswith("."):
                 waiting.append((name, above | {identity}))
             else:
@@ -345,12 +360,16 @@ def add_if_image(listing: Listing, name: str) -> None:
 
 
 def expand(pattern: str) -> Listing:
-    """Image files that match a glob, and those in folders that match, unless it reaches every depth by itself."""
+    """Image files that match a glob, and those in folders that match, unless it reaches every depth by
+    itself.
+    """
     root = pattern
     while glob.has_magic(root):
         root = os.path.dirname(root)
     listing = Listing(root or os.curdir)
-    for match in sorted(glob.iglob(pattern[len(root) :].lstrip(os.sep), root_dir=root or None, recursive=True)):
+    for match in sorted(
+        glob.iglob(pattern[len(root) :].lstrip(os.sep), root_dir=root or None, recursive=True)
+    ):
         if not os.path.isdir(os.path.join(listing.root, match)):
             add_if_image(listing, match)
         elif "**" not in pattern:
@@ -406,14 +425,18 @@ def read_column(path: str, table: pd.DataFrame, name: str) -> list[str]:
         )
     cells = ["" if pd.isna(cell) else str(cell).strip() for cell in table[name]]
     if "" in cells:
-        raise ValueError(f"Row {cells.index('') + 1} of {printable(path)} has no {name}: fill it or remove the row.")
+        raise ValueError(
+            f"Row {cells.index('') + 1} of {printable(path)} has no {name}: fill it or remove the row."
+        )
     return cells
 
 
 def check_unique(path: str, names: list[str]) -> None:
     name, count = Counter(names).most_common(1)[0] if names else ("", 1)
     if count > 1:
-        raise ValueError(f"{printable(path)} names {printable(name)} {count} times: keep one row for each file.")
+        raise ValueError(
+            f"{printable(path)} names {printable(name)} {count} times: keep one row for each file."
+        )
 
 
 def match_optional_groups(listing: Listing, group: str | None) -> list[str]:

@@ -18,10 +18,9 @@ import datasets
 import numpy as np
 from datasets.utils import tqdm
 
-from hf_fixastep.names import choose
-
-from . import files
-from .files import Listing, Source, UnreadableImage, digest, duplicates, encode, read_picture
+from hf_fixastep.checks import check_choice
+from hf_fixastep.data import files
+from hf_fixastep.data.files import Listing, Source, UnreadableImage, digest, duplicates, encode, read_picture
 
 
 logger = logging.getLogger(__name__)
@@ -33,15 +32,15 @@ class FoldersConfig(datasets.BuilderConfig):
     """Where the images are, and how to cut off the splits that are missing.
 
     Args:
-        labeled: a folder with one sub-folder per class, or a .csv or .parquet table with the columns file_name and
-            label, file names relative to the table.
+        labeled: a folder with one sub-folder per class, or a .csv or .parquet table with the columns
+            file_name and label, file names relative to the table.
         unlabeled: a folder of any depth, a glob, a table with the column file_name, or a list of these.
         validation: as `labeled`; if not given, cut from the labeled images.
         test: as `validation`.
         image_size: side, or height and width, to resize to; by default images keep theirs.
         seed: seed of the cut.
-        group: a column of the table, or a regular expression whose first parentheses match the group, such as the
-            patient, in file names relative to the folder. No group is cut in two.
+        group: a column of the table, or a regular expression whose first parentheses match the group, such as
+            the patient, in file names relative to the folder. No group is cut in two.
         validation_share: share of the labeled images, of each class, for validation.
         test_share: the same for the test.
     """
@@ -85,7 +84,9 @@ def check_size(size: Any) -> tuple[int, int] | None:
         return None
     sides = size if isinstance(size, (list, tuple)) else (size, size)
     if len(sides) != 2 or not all(isinstance(side, int) and side > 0 for side in sides):
-        raise ValueError(f"image_size is {size!r}, but expected a number of pixels, or two: height and width.")
+        raise ValueError(
+            f"image_size is {size!r}, but expected a number of pixels, or two: height and width."
+        )
     return sides[0], sides[1]
 
 
@@ -137,7 +138,9 @@ def check_apart(given: Mapping[str, Any]) -> None:
 
 
 def passed_over(listing: Listing) -> str:
-    return ", ".join(f"{count:,} {reason}" for reason, count in sorted(listing.passed_over.items())) or "nothing"
+    return (
+        ", ".join(f"{count:,} {reason}" for reason, count in sorted(listing.passed_over.items())) or "nothing"
+    )
 
 
 def class_names(labels: Sequence[str]) -> list[str]:
@@ -149,7 +152,9 @@ def class_names(labels: Sequence[str]) -> list[str]:
 def check_classes(listings: Mapping[str, Listing]) -> None:
     names = class_names(listings["labeled"].labels)
     if len(names) < 2:
-        raise ValueError(f"labeled has one class, {names[0]}, but expected at least two: add a folder for another.")
+        raise ValueError(
+            f"labeled has one class, {names[0]}, but expected at least two: add a folder for another."
+        )
     seen: dict[str, str] = {}
     for name in names:
         known = seen.setdefault(unicodedata.normalize("NFKC", name).casefold().strip(), name)
@@ -159,7 +164,7 @@ def check_classes(listings: Mapping[str, Listing]) -> None:
             )
     for side in [side for side in listings if side in ("validation", "test")]:
         for name in class_names(listings[side].labels):
-            choose(f"class in {side}, which labeled does not have:", name, names)
+            check_choice(f"class in {side}, which labeled does not have:", name, names)
 
 
 class Folders(datasets.GeneratorBasedBuilder):
@@ -185,8 +190,8 @@ class Folders(datasets.GeneratorBasedBuilder):
 
     def _split_generators(self, dl_manager: datasets.DownloadManager) -> list[datasets.SplitGenerator]:
         listings = self.config.listings
-        # Labeled images are decoded twice: broken ones shall stop the build before an hour goes into the unlabeled
-        # ones, and the cut keeps equal images together.
+        # Labeled images are decoded twice: broken ones shall stop the build before an hour goes into the
+        # unlabeled ones, and the cut keeps equal images together.
         digests = {
             side: read_digests(side, listing) if side != "unlabeled" else np.zeros(len(listing), np.uint64)
             for side, listing in listings.items()
@@ -200,7 +205,9 @@ class Folders(datasets.GeneratorBasedBuilder):
 
     def _generate_examples(self, split: str) -> Iterator[tuple[int, dict[str, Any]]]:
         listing, digests = self.splits[split], self.digests[split]
-        numbers = {name: number for number, name in enumerate(class_names(self.config.listings["labeled"].labels))}
+        numbers = {
+            name: number for number, name in enumerate(class_names(self.config.listings["labeled"].labels))
+        }
         for row in range(len(listing)):
             try:
                 picture = read_picture(listing.path(row))
@@ -214,7 +221,8 @@ class Folders(datasets.GeneratorBasedBuilder):
                 row,
                 {
                     "image": {"bytes": encode(picture, self.config.size), "path": None},
-                    "label": numbers[listing.labels[row]] if listing.labels else -1,  # the registry drops the -1
+                    # The registry drops the -1.
+                    "label": numbers[listing.labels[row]] if listing.labels else -1,
                     "file_name": listing.shown(row),
                 },
             )
@@ -223,7 +231,9 @@ class Folders(datasets.GeneratorBasedBuilder):
         super()._download_and_prepare(*args, **kwargs)
         if len(self.skipped) == len(self.splits["unlabeled"]):
             name, why = next(iter(self.skipped.items()))
-            raise ValueError(f"None of the {len(self.skipped):,} unlabeled files can be read, such as {name}: {why}.")
+            raise ValueError(
+                f"None of the {len(self.skipped):,} unlabeled files can be read, such as {name}: {why}."
+            )
         report = make_report(self.splits, self.digests, self.skipped)
         with open(os.path.join(self._output_dir, REPORT), "w") as file:
             json.dump(report, file, indent=1)
@@ -242,7 +252,7 @@ def read_digests(side: str, listing: Listing) -> np.ndarray:
         except UnreadableImage as error:
             raise ValueError(
                 f"The {side} image {files.printable(listing.path(row))} cannot be read: {error}. Repair or remove it; "
-                "python -m hf_fixastep.data.doctor lists all such files."
+                "fixastep doctor lists all such files."
             ) from error
     return digests
 
@@ -267,7 +277,9 @@ def split_sides(
 def cut(
     labels: Sequence[str], groups: Sequence[Any], shares: Mapping[str, float], seed: int, unit: str = "groups"
 ) -> dict[str, list[int]]:
-    """Rows of each split in `shares`, and of what stays labeled: whole groups, about the share of every class."""
+    """Rows of each split in `shares`, and of what stays labeled: whole groups, about the share of every
+    class.
+    """
     members: dict[Any, list[int]] = defaultdict(list)
     for row, group in enumerate(groups):
         members[group].append(row)
@@ -324,7 +336,9 @@ def take(
 def take_in_order(
     order: Sequence[Any], contents: Mapping[Any, Counter[str]], goals: Mapping[str, int], later: int
 ) -> set[Any]:
-    """Rare classes first, every group that brings the split nearer to its goals, and one at least of each class."""
+    """Rare classes first, every group that brings the split nearer to its goals, and one at least of each
+    class.
+    """
     counts: Counter[str] = Counter()
     left = Counter(label for group in order for label in contents[group])
     owners: dict[str, list[Any]] = defaultdict(list)
@@ -335,7 +349,9 @@ def take_in_order(
 
     def cost(group: Any) -> float:  # change of the squared distance to the goals, in units of these
         sizes = contents[group].items()
-        return sum(size * (size + 2 * (counts[label] - goals[label])) / goals[label] ** 2 for label, size in sizes)
+        return sum(
+            size * (size + 2 * (counts[label] - goals[label])) / goals[label] ** 2 for label, size in sizes
+        )
 
     def spare(group: Any) -> bool:
         return group not in taken and all(left[label] > later for label in contents[group])
@@ -374,7 +390,9 @@ def make_report(
             for same in sets
             if len(same) > 1
         ],
-        "two_classes": [by_class for by_class in (files_by_class(splits, same) for same in sets) if len(by_class) > 1],
+        "two_classes": [
+            by_class for by_class in (files_by_class(splits, same) for same in sets) if len(by_class) > 1
+        ],
         "shared_groups": shared_groups(splits),
     }
 
@@ -401,24 +419,31 @@ def findings(report: Mapping[str, Any]) -> list[str]:
     sentences = []
     if report["skipped"]:
         name, why = next(iter(report["skipped"].items()))
-        sentences.append(f"Unlabeled files that cannot be read: {len(report['skipped']):,}, such as {name} ({why}).")
+        sentences.append(
+            f"Unlabeled files that cannot be read: {len(report['skipped']):,}, such as {name} ({why})."
+        )
     pairs: dict[tuple[str, str], list[tuple[str, str]]] = defaultdict(list)
     for same in report["duplicates"]:
         for one, other in itertools.combinations(same, 2):
             pairs[one, other].append((same[one][0], same[other][0]))
     for (one, other), examples in pairs.items():
         first, second = examples[0]
-        sentences.append(f"Images in both {one} and {other}: {len(examples):,}, such as {first} and {second}.")
+        sentences.append(
+            f"Images in both {one} and {other}: {len(examples):,}, such as {first} and {second}."
+        )
     if report["two_classes"]:
         first, second, *_ = (names[0] for names in report["two_classes"][0].values())
-        sentences.append(f"Images in two classes: {len(report['two_classes']):,}, such as {first} and {second}.")
+        sentences.append(
+            f"Images in two classes: {len(report['two_classes']):,}, such as {first} and {second}."
+        )
     for pair, groups in report["shared_groups"].items():
         sentences.append(f"Groups in both {pair}: {len(groups):,}, such as {groups[0]}.")
     return sentences
 
 
 def folder_report(data: datasets.DatasetDict | datasets.Dataset) -> dict[str, Any]:
-    """What was found while a set of folders was built: files skipped, duplicates, classes, groups on two sides.
+    """What was found while a set of folders was built: files skipped, duplicates, classes, groups on two
+    sides.
 
     It lies beside the cached images as `report.json`.
     """

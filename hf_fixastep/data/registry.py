@@ -14,12 +14,11 @@ import datasets
 import huggingface_hub
 import yaml
 
-from hf_fixastep.names import choose
-
-from .cifar import Cifar10SixAnimal, Cifar100FiftyClass
-from .digits import DigitsOpenSet
-from .folders import Folders
-from .heart2heart import Camus, Tmed2, Unity
+from hf_fixastep.checks import check_choice
+from hf_fixastep.data.cifar import Cifar10SixAnimal, Cifar100FiftyClass
+from hf_fixastep.data.digits import DigitsOpenSet
+from hf_fixastep.data.folders import Folders
+from hf_fixastep.echo.heart2heart import Camus, Tmed2, Unity
 
 
 DATASETS: dict[str, type[datasets.DatasetBuilder]] = {
@@ -75,7 +74,7 @@ def list_datasets() -> list[str]:
 
 def is_medical(name: str) -> bool:
     """Whether a data set holds images of patients."""
-    return getattr(DATASETS[choose("dataset", name, DATASETS)], "medical", False)
+    return getattr(DATASETS[check_choice("dataset", name, DATASETS)], "medical", False)
 
 
 def load_dataset(
@@ -88,9 +87,11 @@ def load_dataset(
     cache_dir: str | os.PathLike[str] | None = None,
     **settings: Any,
 ) -> Any:
-    """A `DatasetDict` with the splits labeled, unlabeled, validation and test; only the unlabeled one has no labels.
+    """A `DatasetDict` with the splits labeled, unlabeled, validation and test; only the unlabeled one has no
+    labels.
 
-    Sets that are only for testing, unity and camus, have the split test alone. Sets with the setting `foreign` can add
+    Sets that are only for testing, unity and camus, have the split test alone. Sets with the setting
+    `foreign` can add
     two more without labels: test images of foreign classes.
 
     Args:
@@ -119,7 +120,8 @@ def export_dataset(
     license: str | None = None,
     **settings: Any,
 ) -> Path:
-    """Write a data set as parquet files that `datasets.load_dataset(out_dir, config)` reads without this package.
+    """Write a data set as parquet files that `datasets.load_dataset(out_dir, config)` reads without this
+    package.
 
     Several configs may go into one folder, one after another. Its README.md is also the card for the Hub.
 
@@ -146,7 +148,8 @@ def export_dataset(
         data = {split: _pixels_alone(part) for split, part in data.items()}
     own = {setting: getattr(builder.config, setting) for setting in _own_settings(builder_class)}
     own.pop("foreign", None)
-    own = {setting: value for setting, value in own.items() if isinstance(value, (int, float))}  # no paths of here
+    # No paths of here.
+    own = {setting: value for setting, value in own.items() if isinstance(value, (int, float))}
     rows[config] = own | {split: len(part) for split, part in data.items()}
     out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out, prefix=".partial-") as partial:
@@ -161,8 +164,10 @@ def export_dataset(
 
 
 def check_shareable(name: str, license: str | None) -> type[datasets.DatasetBuilder]:
-    """The builder of a data set that may be passed on: as it says, or as the user says of images of their own."""
-    builder_class = DATASETS[choose("dataset", name, DATASETS)]
+    """The builder of a data set that may be passed on: as it says, or as the user says of images of their
+    own.
+    """
+    builder_class = DATASETS[check_choice("dataset", name, DATASETS)]
     shareable, terms = (getattr(builder_class, word, None) for word in ("shareable", "terms"))
     if shareable and license is not None:
         raise ValueError(f"The licence of {name} is known, and not yours to choose: leave it out. {terms}")
@@ -218,17 +223,21 @@ def _exported(name: str, out: Path) -> dict[str, dict[str, Any]]:
         return {}
     record = (huggingface_hub.metadata_load(card) or {}).get("hf_fixastep", {})
     if record.get("dataset") != name:
-        raise FileExistsError(f"{card} belongs to something else than an export of {name}: choose another folder.")
+        raise FileExistsError(
+            f"{card} belongs to something else than an export of {name}: choose another folder."
+        )
     return record["configs"]
 
 
-def _builder(name: str, config: str | None, data_dir: Any, cache_dir: Any, settings: dict) -> datasets.DatasetBuilder:
-    builder_class = DATASETS[choose("dataset", name, DATASETS)]
+def _builder(
+    name: str, config: str | None, data_dir: Any, cache_dir: Any, settings: dict
+) -> datasets.DatasetBuilder:
+    builder_class = DATASETS[check_choice("dataset", name, DATASETS)]
     if config is not None:
-        choose(f"config of {name}", config, [known.name for known in builder_class.BUILDER_CONFIGS])
+        check_choice(f"config of {name}", config, [known.name for known in builder_class.BUILDER_CONFIGS])
     for setting in settings:
         valid = [*_own_settings(builder_class), "split", "streaming", "data_dir", "cache_dir"]
-        choose(f"setting of {name}", setting, valid)
+        check_choice(f"setting of {name}", setting, valid)
     return builder_class(
         config_name=config,
         dataset_name=name,

@@ -27,10 +27,12 @@ from filelock import FileLock
 from torch import Tensor
 
 
-VERSION = 1  # of the decoding: to be raised when the same images give other pixels, or the file another layout
+# Of the decoding: to be raised when the same images give other pixels, or the file another layout.
+VERSION = 1
 HEADER_BYTES = 4096  # a page
 BLOCK_BYTES = 2**20  # what is held in memory while rows are rearranged
-# The kernel need not set memory aside for the case that all is written to. Python names this flag from 3.13 on.
+# The kernel need not set memory aside for the case that all is written to. Python names this flag from 3.13
+# on.
 NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
 
 logger = logging.getLogger(__name__)
@@ -57,7 +59,13 @@ class PixelFile:
 
     @property
     def header(self) -> bytes:
-        fields = {"version": VERSION, "key": self.key, "source": self.source, "dtype": "uint8", "shape": self.shape}
+        fields = {
+            "version": VERSION,
+            "key": self.key,
+            "source": self.source,
+            "dtype": "uint8",
+            "shape": self.shape,
+        }
         return json.dumps(fields).encode().ljust(HEADER_BYTES)
 
     def is_finished(self) -> bool:
@@ -70,13 +78,14 @@ class PixelFile:
     def map(self) -> Tensor:
         """The pixels, read from the disk when they are used.
 
-        They can be changed neither for others, as the mapping is private, nor unnoticed: in-place operations on
-        inference tensors are errors. A mapping that is only readable would end the process instead.
+        They can be changed neither for others, as the mapping is private, nor unnoticed: in-place operations
+        on inference tensors are errors. A mapping that is only readable would end the process instead.
         """
         flags, protection = mmap.MAP_PRIVATE | NO_RESERVE, mmap.PROT_READ | mmap.PROT_WRITE
         with open(self.path, "rb") as file, torch.inference_mode():
             mapping = mmap.mmap(file.fileno(), self.size, flags=flags, prot=protection)
-            if self.size > memory() / 2:  # else the system reads megabytes around every row, and soon forgets them
+            # Else the system reads megabytes around every row, and soon forgets them.
+            if self.size > memory() / 2:
                 mapping.madvise(mmap.MADV_RANDOM)
             return torch.frombuffer(mapping, dtype=torch.uint8, offset=HEADER_BYTES).view(self.shape)
 
@@ -102,7 +111,9 @@ def possible_files(
     folder = os.path.dirname(caches[0]["filename"]) if caches else datasets.config.HF_DATASETS_CACHE
     path = Path(folder).absolute() / f"pixels-{size[0]}x{size[1]}-{key}.uint8"
     source = _state_of_files(split, image)
-    return {c: PixelFile(path, key, source, (len(split), c, *size)) for c in ([channels] if channels else [1, 3])}
+    return {
+        c: PixelFile(path, key, source, (len(split), c, *size)) for c in ([channels] if channels else [1, 3])
+    }
 
 
 def _state_of_files(split: datasets.Dataset, image: str) -> str:
@@ -141,7 +152,9 @@ def _finished(files: dict[int, PixelFile]) -> PixelFile | None:
 
 
 def _build(path: Path, files: dict[int, PixelFile], rows: Iterable[Tensor]) -> PixelFile:
-    """Under the lock: write to a file of another name, which is given its own name once it is safely on the disk."""
+    """Under the lock: write to a file of another name, which is given its own name once it is safely on the
+    disk.
+    """
     if path.exists():
         logger.warning("%s is damaged or of older images, and is built again.", path)
     for leftover in path.parent.glob("pixels-*.partial"):  # of processes that died
@@ -158,7 +171,8 @@ def _build(path: Path, files: dict[int, PixelFile], rows: Iterable[Tensor]) -> P
             partial.replace(path)
         return file
     finally:
-        with contextlib.suppress(OSError):  # on a full disk it fails once more, like the write that was reported
+        # On a full disk it fails once more, like the write that was reported.
+        with contextlib.suppress(OSError):
             out.close()
         partial.unlink(missing_ok=True)
 
@@ -183,7 +197,9 @@ def _check_space(file: PixelFile) -> None:
 
 
 def _repeat_grey(out: BinaryIO, count: int, area: int) -> None:
-    """Turn the rows written so far from one channel into three, from the last to the first, for they grow in place."""
+    """Turn the rows written so far from one channel into three, from the last to the first, for they grow in
+    place.
+    """
     at_once = max(1, BLOCK_BYTES // area)
     for first in reversed(range(0, count, at_once)):
         out.seek(HEADER_BYTES + first * area)

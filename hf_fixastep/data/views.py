@@ -1,7 +1,7 @@
 """Weak and strong views of whole `uint8` batches on any device, with the pixels that Pillow would give.
 
-Chance lives in `draw_weak` and `draw_strong`, which run on the host and return a plan. All the rest carries a plan out
-on the device of the images, without random numbers and without waiting for the device.
+Chance lives in `draw_weak` and `draw_strong`, which run on the host and return a plan. All the rest carries a
+plan out on the device of the images, without random numbers and without waiting for the device.
 """
 
 from __future__ import annotations
@@ -41,20 +41,22 @@ class StrongPlan:
 
 @dataclass(frozen=True)
 class Views:
-    """Makes normalized float views of `uint8` batches; all randomness comes from the generator that is passed in.
+    """Makes normalized float views of `uint8` batches; all randomness comes from the generator that is passed
+    in.
 
-    A weak view is a flip and a crop. A strong one is that, two operations of RandAugment and Cutout, in the variant of
-    the official code of Fix-A-Step: levels 1 to 9, each operation carried out half of the time. Images are
-    [N, C, H, W] with a channel per entry of `mean`, or one grey channel that is repeated at the end. Weak and strong
-    views are contiguous (channels_last would cost a copy), plain ones keep the memory format of the images.
+    A weak view is a flip and a crop. A strong one is that, two operations of RandAugment and Cutout, in the
+    variant of the official code of Fix-A-Step: levels 1 to 9, each operation carried out half of the time.
+    Images are [N, C, H, W] with a channel per entry of `mean`, or one grey channel that is repeated at the
+    end. Weak and strong views are contiguous (channels_last would cost a copy), plain ones keep the memory
+    format of the images.
 
     Args:
         mean: per output channel, of images in [0, 1].
         std: per output channel, of images in [0, 1].
         flip: mirror half of the images; switch it off for digits, text and wherever left and right differ.
         pad: reflected border of the random crop, as a share of each side.
-        cutout: side of the grey box, below 1 as a share of the shorter side, otherwise in pixels; 0 is no box. The
-            official code has 16 pixels for images of 32 pixels and of 112.
+        cutout: side of the grey box, below 1 as a share of the shorter side, otherwise in pixels; 0 is no
+            box. The official code has 16 pixels for images of 32 pixels and of 112.
     """
 
     mean: tuple[float, ...]
@@ -71,7 +73,9 @@ class Views:
             )
 
     def __call__(self, names: Iterable[str], images: Tensor, generator: torch.Generator) -> dict[str, Tensor]:
-        """The named views; drawn in the order of VIEWS, so that a set of names gives the same views as a tuple."""
+        """The named views; drawn in the order of VIEWS, so that a set of names gives the same views as a
+        tuple.
+        """
         names = set(names)
         if unknown := sorted(names - set(VIEWS)):
             raise ValueError(f"Unknown views {', '.join(unknown)}. Choose from {', '.join(VIEWS)}.")
@@ -120,7 +124,8 @@ class Views:
             levels=torch.randint(1, 10, rounds, generator=generator),
             signs=torch.randint(2, rounds, generator=generator) * 2 - 1,
             applied=torch.rand(rounds, generator=generator) < 0.5,
-            centers=torch.rand(count, 2, dtype=torch.float64, generator=generator) * torch.tensor([height, width]),
+            centers=torch.rand(count, 2, dtype=torch.float64, generator=generator)
+            * torch.tensor([height, width]),
         )
 
     def _check(self, images: Tensor) -> None:
@@ -150,7 +155,8 @@ def crop(images: Tensor, plan: WeakPlan) -> Tensor:
 
 
 def cut_out(images: Tensor, centers: Tensor, side: int) -> Tensor:
-    """Draw a grey box into each image: one pixel more than `side`, and cut only by the right and the lower edge.
+    """Draw a grey box into each image: one pixel more than `side`, and cut only by the right and the lower
+    edge.
 
     Args:
         images: uint8 [N, C, H, W].
@@ -185,17 +191,22 @@ def apply_op(images: Tensor, name: str, level: int, sign: int = 1) -> Tensor:
 
 
 def _apply(images: Tensor, operations: Tensor, levels: Tensor, signs: Tensor) -> Tensor:
-    """Carry out one operation per image: sort the images by operation, so that each kernel sees its own together."""
+    """Carry out one operation per image: sort the images by operation, so that each kernel sees its own
+    together.
+    """
     order = operations.argsort()
     operations, levels, signs = operations[order], levels[order], signs[order]
     strengths = STRENGTHS[operations, levels] * torch.where(operations >= GEOMETRIC, signs, 1)
     sizes = torch.bincount(KINDS[operations], minlength=len(KERNELS)).tolist()
-    groups = (part.split(sizes) for part in (images.index_select(0, _send(order, images)), operations, strengths))
+    groups = (
+        part.split(sizes) for part in (images.index_select(0, _send(order, images)), operations, strengths)
+    )
     done = [kernel(*group) for kernel, *group in zip(KERNELS, *groups, strict=True) if len(group[0])]
     return torch.cat(done).index_select(0, _send(order.argsort(), images))
 
 
-# Kernels: uint8 images [n, C, H, W], and on the host their operations and strengths [n], in the order of OPERATIONS.
+# Kernels: uint8 images [n, C, H, W], and on the host their operations and strengths [n], in the order of
+# OPERATIONS.
 
 
 def _identity(images: Tensor, operations: Tensor, strengths: Tensor) -> Tensor:
@@ -207,7 +218,9 @@ def _tone(images: Tensor, operations: Tensor, strengths: Tensor) -> Tensor:
     sizes = torch.bincount(operations, minlength=len(TABLES)).tolist()
     strengths = _send(strengths.float()[:, None, None], images)
     groups = zip(TABLES, images.split(sizes), strengths.split(sizes), strict=True)
-    tables = [table(some, strength).expand(-1, images.shape[1], -1) for table, some, strength in groups if len(some)]
+    tables = [
+        table(some, strength).expand(-1, images.shape[1], -1) for table, some, strength in groups if len(some)
+    ]
     return torch.cat(tables).gather(2, images.flatten(2).long()).view_as(images)
 
 
@@ -227,7 +240,9 @@ def _sharpness(images: Tensor, operations: Tensor, strengths: Tensor) -> Tensor:
 
 
 def _geometry(images: Tensor, operations: Tensor, strengths: Tensor) -> Tensor:
-    """Fetch each pixel from where the matrix of its image points, in 16.16 fixed point; black if that is outside."""
+    """Fetch each pixel from where the matrix of its image points, in 16.16 fixed point; black if that is
+    outside.
+    """
     height, width = images.shape[2:]
     names = (OPERATIONS[operation] for operation in operations.tolist())
     matrices = [_matrix(*each, height, width) for each in zip(names, strengths.tolist(), strict=True)]
@@ -293,14 +308,17 @@ def _autocontrast(images: Tensor, unused: Tensor) -> Tensor:
     precise = torch.float32 if images.device.type == "mps" else torch.float64
     low, high = (side.to(precise) for side in images.flatten(2).aminmax(dim=2, keepdim=True))
     ramp = _ramp(images).to(precise)
-    scale = torch.full_like(low, 255) / (high - low)  # a Python 255 would multiply by the reciprocal: off by one ulp
+    # A Python 255 would multiply by the reciprocal: off by one ulp.
+    scale = torch.full_like(low, 255) / (high - low)
     stretched = (ramp * scale + -low * scale).clamp(0, 255)
     return torch.where(high > low, stretched, ramp).to(torch.uint8)
 
 
 def _equalize(images: Tensor, unused: Tensor) -> Tensor:
     pixels = images.flatten(2).long()
-    histogram = pixels.new_zeros(*images.shape[:2], 256).scatter_add_(2, pixels, pixels.new_ones(1).expand_as(pixels))
+    histogram = pixels.new_zeros(*images.shape[:2], 256).scatter_add_(
+        2, pixels, pixels.new_ones(1).expand_as(pixels)
+    )
     brightest = histogram.gather(2, pixels.amax(2, keepdim=True))
     step = (pixels.shape[2] - brightest) // 255
     table = (step // 2 + histogram.cumsum(2) - histogram) // step.clamp(min=1)
@@ -337,12 +355,14 @@ def _factor(level: int) -> float:
 
 
 def _share(level: int) -> float:
-    """Multiplied, then divided, like the official code: 9 * 0.3 / 10 of 100 pixels is cut to 26, 9 * 0.03 is 27."""
+    """Multiplied, then divided, like the official code: 9 * 0.3 / 10 of 100 pixels is cut to 26, 9 * 0.03 is
+    27.
+    """
     return level * 0.3 / 10
 
 
-# The parameter of each operation at a level: an enhancement factor, bits kept, a threshold, degrees, or a share of the
-# image. Ordered by kind, as KERNELS are; the order within the first kind is that of TABLES.
+# The parameter of each operation at a level: an enhancement factor, bits kept, a threshold, degrees, or a
+# share of the image. Ordered by kind, as KERNELS are; the order within the first kind is that of TABLES.
 STRENGTH_AT: dict[str, Callable[[int], float]] = {
     "brightness": _factor,
     "contrast": _factor,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
+from hf_fixastep.checks import check_choice
 from hf_fixastep.losses.base import Losses, SemiSupervisedLoss
 from hf_fixastep.losses.ds3l import DS3L
 from hf_fixastep.losses.fixmatch import FixMatch
@@ -18,7 +19,6 @@ from hf_fixastep.losses.supervised import Supervised
 from hf_fixastep.losses.toor import TOOR
 from hf_fixastep.losses.uasd import UASD
 from hf_fixastep.losses.vat import VAT
-from hf_fixastep.names import choose
 
 
 __all__ = [
@@ -58,8 +58,10 @@ LOSSES: dict[str, type[SemiSupervisedLoss]] = {
 
 def get_loss(name: str, **kwargs: Any) -> SemiSupervisedLoss:
     """A loss by its name in `LOSSES`, with its own arguments."""
-    kind = LOSSES[choose("loss", name, LOSSES)]
+    kind = LOSSES[check_choice("loss", name, LOSSES)]
     parameters = inspect.signature(kind).parameters.values()
     for argument in kwargs:
-        choose(f"argument of {name}", argument, [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD])
+        check_choice(
+            f"argument of {name}", argument, [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+        )
     return kind(**kwargs)

@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hf_fixastep.functional import SemiBatch, frozen_batchnorm, head_inputs
+from hf_fixastep.step.batch import SemiBatch
+from hf_fixastep.step.forwards import frozen_batchnorm, head_inputs
 
 
 @dataclass
@@ -30,30 +31,38 @@ class SemiSupervisedLoss(nn.Module):
 
     views: tuple[str, ...] = ()
     mixable = True  # False where mixing the labeled images (phase 1) does not apply
-    # True where `forward` also takes a batch without labeled images, if batch norm is separate, and leaves them to
-    # `labeled_part`: the trainer then keeps one graph at a time, and phase 1 guesses from the logits of the views.
+    # True where `forward` also takes a batch without labeled images, if batch norm is separate, and leaves
+    # them to `labeled_part`: the trainer then keeps one graph at a time, and phase 1 guesses from the logits
+    # of the views.
     separable = False
     batchnorm = "joint"  # or "separate"; the trainer sets it
     class_weights: Tensor | None = None  # [K]; the trainer sets it, and the next line
-    weighted_mean = False  # divide by the weights of the batch, as the official base code does, not by its rows
+    # Divide by the weights of the batch, as the official base code does, not by its rows.
+    weighted_mean = False
     learning_rate_factor = 1.0  # of the loss's own parameters, to the model's learning rate
-    # On several processes the trainer averages floating buffers after every step; False where they are equal without.
+    # On several processes the trainer averages floating buffers after every step; False where they are equal
+    # without.
     average_buffers = True
     # Which of the two losses the official base code divides by labeled + unlabeled rows instead of its own.
     upstream_divides_by_all: tuple[str, ...] = ()
 
     def prepare(self, model: nn.Module, num_labels: int, unlabeled_rows: int, validation_rows: int) -> None:
-        """Make own layers and per-example state, anew for every training; the model is on the CPU or its device.
+        """Make own layers and per-example state, anew for every training; the model is on the CPU or its
+        device.
 
         Args:
             validation_rows: images that `validated` is going to see; 0 if there are none.
         """
 
     def validated(self, logits: Tensor) -> None:
-        """Called after every evaluation while training, with the averaged model's logits of the validation images."""
+        """Called after every evaluation while training, with the averaged model's logits of the validation
+        images.
+        """
 
     def outlier_score(self, model: nn.Module, images: Tensor) -> Tensor | None:
-        """How foreign each image is, 0 to 1, by the loss's own measure if it has one; the model is in eval mode."""
+        """How foreign each image is, 0 to 1, by the loss's own measure if it has one; the model is in eval
+        mode.
+        """
         return None
 
     def labeled_loss(self, logits: Any, y: Tensor) -> Any:
@@ -93,7 +102,9 @@ class SemiSupervisedLoss(nn.Module):
         return logits
 
     def logits_again(self, model: nn.Module, batch: SemiBatch, view: str) -> Tensor:
-        """Logits of one view from a second forward: joint, beside the labeled images, as its twin was in the first."""
+        """Logits of one view from a second forward: joint, beside the labeled images, as its twin was in the
+        first.
+        """
         if self.batchnorm == "separate":
             return self.view_logits(model, batch, view)
         with frozen_batchnorm(model):
@@ -112,7 +123,9 @@ class SemiSupervisedLoss(nn.Module):
 
     def generator(self, batch: SemiBatch) -> torch.Generator:
         if batch.generator is None:  # torch would silently fall back on the global one
-            raise ValueError(f"{type(self).__name__} draws at random and needs a batch with a generator, got None.")
+            raise ValueError(
+                f"{type(self).__name__} draws at random and needs a batch with a generator, got None."
+            )
         return batch.generator
 
     def forward(self, model: nn.Module, batch: SemiBatch, teacher: nn.Module | None) -> Losses:

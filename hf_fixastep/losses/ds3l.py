@@ -7,18 +7,20 @@ from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.parallel import DistributedDataParallel
 
-from hf_fixastep.functional import SemiBatch, frozen_batchnorm
 from hf_fixastep.losses.base import Losses, SemiSupervisedLoss, check_positive
+from hf_fixastep.step.batch import SemiBatch
+from hf_fixastep.step.forwards import frozen_batchnorm
 
 
 class DS3L(SemiSupervisedLoss):
-    """Pi-model, each image with a weight from a small net, which learns what helps the labeled images a step ahead.
+    """Pi-model, each image with a weight from a small net, which learns what helps the labeled images a step
+    ahead.
 
-    Guo et al., 2020 (Safe deep semi-supervised learning for unseen-class unlabeled data, ICML). The
-    net's gradient is that of the labeled loss behind a virtual SGD step of the model, all from the forwards that the
-    step makes anyway but one; it comes with the labeled loss, to whose value it adds 0. The official code updates the
-    net before it weighs the same batch, here it is after; and all its forwards update the running statistics. Takes
-    an optimizer that forgets the gradient's scale, such as Adam, for the net.
+    Guo et al., 2020 (Safe deep semi-supervised learning for unseen-class unlabeled data, ICML). The net's
+    gradient is that of the labeled loss behind a virtual SGD step of the model, all from the forwards that
+    the step makes anyway but one; it comes with the labeled loss, to whose value it adds 0. The official code
+    updates the net before it weighs the same batch, here it is after; and all its forwards update the running
+    statistics. Takes an optimizer that forgets the gradient's scale, such as Adam, for the net.
 
     Args:
         virtual_rate: learning rate of the virtual step.
@@ -56,7 +58,11 @@ class DS3L(SemiSupervisedLoss):
         return Losses(
             self.labeled_loss(labeled, batch.y) + pull - pull.detach(),
             weighted_mean(change, weights),
-            {"loss/ahead": ahead, "weights/mean": weights.mean(), "weights/deviation": weights.std(correction=0)},
+            {
+                "loss/ahead": ahead,
+                "weights/mean": weights.mean(),
+                "weights/deviation": weights.std(correction=0),
+            },
         )
 
     def ahead(self, model: nn.Module, batch: SemiBatch, inner: Tensor) -> Tensor:

@@ -3,8 +3,8 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import nn
 
-from hf_fixastep.functional import SemiBatch
 from hf_fixastep.losses.base import Losses, SemiSupervisedLoss, check_positive, check_probability
+from hf_fixastep.step.batch import SemiBatch
 
 
 class FixMatch(SemiSupervisedLoss):

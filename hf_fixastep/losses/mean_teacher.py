@@ -4,15 +4,15 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from hf_fixastep.functional import SemiBatch
 from hf_fixastep.losses.base import Losses, SemiSupervisedLoss
+from hf_fixastep.step.batch import SemiBatch
 
 
 class MeanTeacher(SemiSupervisedLoss):
     """Squared distance between the model's and the averaged model's predictions for two weak views.
 
-    Tarvainen and Valpola, 2017, arXiv 1703.01780; the mean is over rows and classes. The authors' code runs the
-    teacher in train mode; the official Fix-A-Step code, which we follow, in eval mode: pass it so.
+    Tarvainen and Valpola, 2017, arXiv 1703.01780; the mean is over rows and classes. The authors' code runs
+    the teacher in train mode; the official Fix-A-Step code, which we follow, in eval mode: pass it so.
     """
 
     views = ("weak", "weak_2")

@@ -7,23 +7,28 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hf_fixastep.functional import SemiBatch, average_guess, frozen_batchnorm, mix_with_each_other
 from hf_fixastep.losses.base import Losses, SemiSupervisedLoss, check_positive
+from hf_fixastep.step.batch import SemiBatch
+from hf_fixastep.step.forwards import frozen_batchnorm
+from hf_fixastep.step.mixing import average_guess, mix_with_each_other
 
 
 class MixMatch(SemiSupervisedLoss):
     """Labeled and unlabeled images mixed with each other, and trained on their mixed labels and guesses.
 
-    Berthelot et al., 2019, arXiv 1905.02249, algorithm 1, equations 3 and 4. The official Fix-A-Step code differs in
-    the last three settings; the defaults are the paper's mixing and the batch norm of our other losses.
+    Berthelot et al., 2019, arXiv 1905.02249, algorithm 1, equations 3 and 4. The official Fix-A-Step code
+    differs in the last three settings; the defaults are the paper's mixing and the batch norm of our other
+    losses.
 
     Args:
         temperature: exponent 1 / temperature sharpens the guesses.
         alpha: shape of the Beta distribution of the mixing shares.
-        per_example: one mixing share per image, as in the paper; False for one per batch, as in the official code.
-        update_statistics: guess forwards update the running statistics, as in the official code; joint mode only.
-        interleave: one forward per chunk of the labeled batch's size, after swapping rows between the chunks, as in
-            the official code; joint mode only.
+        per_example: one mixing share per image, as in the paper; False for one per batch, as in the official
+            code.
+        update_statistics: guess forwards update the running statistics, as in the official code; joint mode
+            only.
+        interleave: one forward per chunk of the labeled batch's size, after swapping rows between the chunks,
+            as in the official code; joint mode only.
     """
 
     views = ("weak", "weak_2")
@@ -77,8 +82,11 @@ def interleaved_logits(model: nn.Module, images: Tensor, count: int) -> tuple[Te
 
 
 def interleave(chunks: list[Tensor]) -> list[Tensor]:
-    """Cut each of n chunks into n parts and swap part k of the first with part k of chunk k; twice is the identity."""
-    sizes = [(len(chunks[0]) + part) // len(chunks) for part in range(len(chunks))]  # the last parts get the remainder
+    """Cut each of n chunks into n parts and swap part k of the first with part k of chunk k; twice is the
+    identity.
+    """
+    # The last parts get the remainder.
+    sizes = [(len(chunks[0]) + part) // len(chunks) for part in range(len(chunks))]
     parts = [list(chunk.split(sizes)) for chunk in chunks]
     for k in range(1, len(chunks)):
         parts[0][k], parts[k][k] = parts[k][k], parts[0][k]

@@ -6,35 +6,33 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hf_fixastep.functional import (
-    SemiBatch,
-    average_guess,
-    classification_head,
-    frozen_batchnorm,
-    head_inputs,
-    mean_of_repeats,
-    mix_with_each_other,
-    rows_of_all,
-)
 from hf_fixastep.losses.base import Losses, SemiSupervisedLoss, check_not_negative, check_positive
-from hf_fixastep.schedules import unlabeled_ramp
+from hf_fixastep.losses.functional import mean_of_repeats, rows_of_all
+from hf_fixastep.step.batch import SemiBatch
+from hf_fixastep.step.forwards import classification_head, frozen_batchnorm, head_inputs
+from hf_fixastep.step.mixing import average_guess, mix_with_each_other
+from hf_fixastep.step.schedules import unlabeled_ramp
 
 
 class MTCF(SemiSupervisedLoss):
-    """MixMatch on the unlabeled images that a second head, trained to tell labeled from unlabeled, scores high.
+    """MixMatch on the unlabeled images that a second head, trained to tell labeled from unlabeled, scores
+    high.
 
-    Yu et al., 2020, arXiv 2007.11330, the multi-task curriculum framework. An unlabeled image's score is at first 0,
-    later the mean of what the domain head said at its last visits. Scores are the head's targets (labeled images: 1),
-    and Otsu's threshold on them chooses the images. The domain term, with targets for all images, belongs to the
-    labeled loss, so that the gate judges MixMatch's unlabeled term alone. Its rows are those of the step's two batches
-    instead of a third one; the chosen rows are repeated to fill the unlabeled batch. The official code records an
-    image that was not visited in an epoch as 0; here its score stays.
+    Yu et al., 2020, arXiv 2007.11330, the multi-task curriculum framework. An unlabeled image's score is at
+    first 0, later the mean of what the domain head said at its last visits. Scores are the head's targets
+    (labeled images: 1), and Otsu's threshold on them chooses the images. The domain term, with targets for
+    all images, belongs to the labeled loss, so that the gate judges MixMatch's unlabeled term alone. Its rows
+    are those of the step's two batches instead of a third one; the chosen rows are repeated to fill the
+    unlabeled batch. The official code records an image that was not visited in an epoch as 0; here its score
+    stays.
 
     Args:
         temperature: exponent 1 / temperature sharpens the guesses.
         alpha: shape of the Beta distribution of the mixing shares.
-        warmup_steps: steps that train the domain head alone; the default is 100 passes over 18,800 images by 64.
-        ramp_steps: in which MixMatch's unlabeled term grows after them; a ramp of the run would be over by then.
+        warmup_steps: steps that train the domain head alone; the default is 100 passes over 18,800 images by
+            64.
+        ramp_steps: in which MixMatch's unlabeled term grows after them; a ramp of the run would be over by
+            then.
         visits: domain predictions that make a score; with fewer it is 0.
         epoch_steps: steps between two choices of the threshold.
     """
@@ -82,7 +80,9 @@ class MTCF(SemiSupervisedLoss):
         labeled, unlabeled = self.mixmatch(model, batch, scores)
         labeled = labeled + self.domain_loss(model, batch, scores)
         kept = (scores >= self.threshold).float().mean()
-        return Losses(labeled, unlabeled_ramp("linear", since + 1, self.ramp_steps) * unlabeled, {"mask_rate": kept})
+        return Losses(
+            labeled, unlabeled_ramp("linear", since + 1, self.ramp_steps) * unlabeled, {"mask_rate": kept}
+        )
 
     def scores(self, index: Tensor | None = None) -> Tensor:
         """Of these rows, or of all; larger is more like a labeled image."""
@@ -123,7 +123,9 @@ class MTCF(SemiSupervisedLoss):
     def chosen(self, scores: Tensor) -> Tensor:
         """As many rows as there are, those at the threshold or above in turn, the best one if none is."""
         count = (scores >= self.threshold).sum().clamp_min(1)
-        return scores.argsort(descending=True, stable=True)[torch.arange(len(scores), device=scores.device) % count]
+        return scores.argsort(descending=True, stable=True)[
+            torch.arange(len(scores), device=scores.device) % count
+        ]
 
     @torch.no_grad()
     def outlier_score(self, model: nn.Module, images: Tensor) -> Tensor:
@@ -134,15 +136,18 @@ class MTCF(SemiSupervisedLoss):
 
 
 def otsu(scores: Tensor) -> Tensor:
-    """The score from which on the upper of two groups starts, if they are cut where their means are furthest apart.
+    """The score from which on the upper of two groups starts, if they are cut where their means are furthest
+    apart.
 
-    Otsu, 1979: the largest variance between the groups, here over all cuts and not those of a histogram. If all scores
-    are equal, all are in the upper group.
+    Otsu, 1979: the largest variance between the groups, here over all cuts and not those of a histogram. If
+    all scores are equal, all are in the upper group.
     """
     ordered = scores.double().sort().values
     count, sums = len(ordered), ordered.cumsum(0)
     lower = torch.arange(1, count, device=scores.device, dtype=ordered.dtype)
-    between = lower * (count - lower) * (sums[:-1] / lower - (sums[-1] - sums[:-1]) / (count - lower)).square()
+    between = (
+        lower * (count - lower) * (sums[:-1] / lower - (sums[-1] - sums[:-1]) / (count - lower)).square()
+    )
     possible = ordered[1:] > ordered[:-1]  # equal scores stay together
     cut = torch.cat([between.new_zeros(1), torch.where(possible, between, -1.0)]).argmax()
     return ordered.take(cut).to(scores.dtype)  # an index would wait for the device

@@ -4,23 +4,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hf_fixastep.functional import SemiBatch, classification_head, head_inputs, masked_mean
-from hf_fixastep.losses.base import (
-    Losses,
-    SemiSupervisedLoss,
-    check_not_negative,
-    check_probability,
-)
+from hf_fixastep.losses.base import Losses, SemiSupervisedLoss, check_not_negative, check_probability
+from hf_fixastep.losses.functional import masked_mean
+from hf_fixastep.step.batch import SemiBatch
+from hf_fixastep.step.forwards import classification_head, head_inputs
 
 
 class OpenMatch(SemiSupervisedLoss):
     """FixMatch on the images that one-vs-all classifiers, one per class, take for inliers.
 
-    Saito et al., 2021, arXiv 2105.14148. The terms of labeled images (cross-entropy, one-vs-all) are
-    the labeled loss, those of unlabeled images the unlabeled one. Labeled images have one view here, not two, and may
-    be mixed: a term of a label counts by its share. The official code chooses inliers of the whole set once per epoch,
-    with the averaged network; here it is the same network that looks at each batch. Its labeled images get strong
-    views in the first epochs by accident, and are not copied.
+    Saito et al., 2021, arXiv 2105.14148. The terms of labeled images (cross-entropy, one-vs-all) are the
+    labeled loss, those of unlabeled images the unlabeled one. Labeled images have one view here, not two, and
+    may
+    be mixed: a term of a label counts by its share. The official code chooses inliers of the whole set once
+    per epoch, with the averaged network; here it is the same network that looks at each batch. Its labeled
+    images get strong views in the first epochs by accident, and are not copied.
 
     Args:
         entropy_weight: of the one-vs-all classifiers' entropy on unlabeled images.
@@ -54,7 +52,9 @@ class OpenMatch(SemiSupervisedLoss):
         self.decay = decay
 
     def prepare(self, model: nn.Module, num_labels: int, unlabeled_rows: int, validation_rows: int) -> None:
-        self.one_vs_all = nn.Linear(classification_head(model, num_labels).in_features, 2 * num_labels, bias=False)
+        self.one_vs_all = nn.Linear(
+            classification_head(model, num_labels).in_features, 2 * num_labels, bias=False
+        )
         self.register_buffer("averaged", self.one_vs_all.weight.detach().clone())
 
     def forward(self, model: nn.Module, batch: SemiBatch, teacher: nn.Module | None) -> Losses:
@@ -65,14 +65,20 @@ class OpenMatch(SemiSupervisedLoss):
         logits, features = self.outputs(model, batch, *self.views[: None if chooses else 2])
         first, second = (log_answers(self.one_vs_all(rows)) for rows in features[1:3])
         unlabeled = self.entropy_weight * (entropy(first) + entropy(second)) / 2
-        unlabeled = unlabeled + self.consistency_weight * (first.exp() - second.exp()).square().sum((1, 2)).mean()
+        unlabeled = (
+            unlabeled + self.consistency_weight * (first.exp() - second.exp()).square().sum((1, 2)).mean()
+        )
         stats = {}
         if chooses:
-            fixmatch, stats["mask_rate"] = self.fixmatch(logits[1].detach(), logits[3], teacher, batch.views["weak"])
+            fixmatch, stats["mask_rate"] = self.fixmatch(
+                logits[1].detach(), logits[3], teacher, batch.views["weak"]
+            )
             unlabeled = unlabeled + fixmatch
         return Losses(self.labeled_terms(logits[0], features[0], batch.y), unlabeled, stats)
 
-    def fixmatch(self, weak: Tensor, strong: Tensor, teacher: nn.Module, images: Tensor) -> tuple[Tensor, Tensor]:
+    def fixmatch(
+        self, weak: Tensor, strong: Tensor, teacher: nn.Module, images: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """FixMatch's loss as a mean over inliers, and the share of all rows that counted."""
         inlier = self.outlier_score(teacher, images) < 0.5
         confidence, pseudo_labels = weak.softmax(-1).max(-1)
@@ -85,12 +91,15 @@ class OpenMatch(SemiSupervisedLoss):
         return self.labeled_terms(logits, features, batch.y)
 
     def labeled_terms(self, logits: Tensor | None, features: Tensor | None, y: Tensor) -> Tensor:
-        """Cross-entropy, and of each label its own classifier's loss plus that of the most mistaken other one."""
+        """Cross-entropy, and of each label its own classifier's loss plus that of the most mistaken other
+        one.
+        """
         if logits is None or features is None:
             return None  # type: ignore[return-value]
         outlier, inlier = (-log_answers(self.one_vs_all(features))).unbind(1)  # [B, K] each
         worst, second_worst = outlier.topk(2).values.split(1, dim=1)
-        others = torch.where(outlier == worst, second_worst, worst)  # for each label the worst of the other classes
+        # For each label the worst of the other classes.
+        others = torch.where(outlier == worst, second_worst, worst)
         return self.labeled_loss(logits, y) + (y * (inlier + others)).sum(-1).mean()
 
     @torch.no_grad()

@@ -3,16 +3,16 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import nn
 
-from hf_fixastep.functional import SemiBatch
 from hf_fixastep.losses.base import Losses, SemiSupervisedLoss
+from hf_fixastep.step.batch import SemiBatch
 
 
 class PiModel(SemiSupervisedLoss):
     """Squared distance between the predictions for two weak views.
 
     Laine and Aila, 2017, arXiv 1610.02242, algorithm 1; the mean is over rows and classes. The paper stops no
-    gradient there; the official Fix-A-Step code takes the first view as a fixed target, and so do we. As in that code
-    the second view has a forward of its own in both batch-norm modes.
+    gradient there; the official Fix-A-Step code takes the first view as a fixed target, and so do we. As in
+    that code the second view has a forward of its own in both batch-norm modes.
     """
 
     views = ("weak", "weak_2")

@@ -3,16 +3,17 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import nn
 
-from hf_fixastep.functional import SemiBatch
 from hf_fixastep.losses.base import Losses, SemiSupervisedLoss, check_positive, check_probability
+from hf_fixastep.step.batch import SemiBatch
 
 
 class PseudoLabel(SemiSupervisedLoss):
     """Cross-entropy of the weak view against its own confident predictions.
 
-    Lee, 2013 (ICML workshop on challenges in representation learning); the threshold is that of Oliver et al., 2018,
-    arXiv 1804.09170. The mean is over all rows, confident or not. The official Fix-A-Step code multiplies the
-    pseudo-label by the number of classes; its soft target for the other rows has no gradient and is left out.
+    Lee, 2013 (ICML workshop on challenges in representation learning); the threshold is that of Oliver et
+    al., 2018, arXiv 1804.09170. The mean is over all rows, confident or not. The official Fix-A-Step code
+    multiplies the pseudo-label by the number of classes; its soft target for the other rows has no gradient
+    and is left out.
 
     Args:
         threshold: confidence that a prediction must exceed to count.

@@ -6,16 +6,19 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from hf_fixastep.functional import SemiBatch, mix_with_each_other
 from hf_fixastep.losses.base import Losses, SemiSupervisedLoss, check_not_negative
+from hf_fixastep.step.batch import SemiBatch
+from hf_fixastep.step.mixing import mix_with_each_other
 
 
 class Supervised(SemiSupervisedLoss):
     """Cross-entropy of the labeled images alone: the baseline that every other loss has to beat.
 
     Args:
-        mixup: shape of the Beta distribution by which the images of a batch are mixed with each other; 0 is off.
-        class_weights: one per class; only their ratios count, for the loss is divided by the weights in the batch.
+        mixup: shape of the Beta distribution by which the images of a batch are mixed with each other; 0 is
+            off.
+        class_weights: one per class; only their ratios count, for the loss is divided by the weights in the
+            batch.
     """
 
     mixable = False

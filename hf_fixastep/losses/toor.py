@@ -8,35 +8,38 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hf_fixastep.functional import (
-    SemiBatch,
-    classification_head,
-    frozen_batchnorm,
-    head_inputs,
-    mean_of_repeats,
-    rows_of_all,
+from hf_fixastep.losses.base import (
+    Losses,
+    SemiSupervisedLoss,
+    check_not_negative,
+    check_positive,
+    check_probability,
 )
-from hf_fixastep.losses.base import Losses, SemiSupervisedLoss, check_not_negative, check_positive, check_probability
-from hf_fixastep.schedules import unlabeled_ramp
+from hf_fixastep.losses.functional import mean_of_repeats, rows_of_all
+from hf_fixastep.step.batch import SemiBatch
+from hf_fixastep.step.forwards import classification_head, frozen_batchnorm, head_inputs
+from hf_fixastep.step.schedules import unlabeled_ramp
 
 
 TINY = 1e-12
 
 
 class TOOR(SemiSupervisedLoss):
-    """Pi-model on confident images; the others are drawn to the labeled ones by a discriminator, if they are near.
+    """Pi-model on confident images; the others are drawn to the labeled ones by a discriminator, if they are
+    near.
 
-    Huang et al., 2020, arXiv 2011.13529, transferable OOD recycling. Both terms have weights of their own, so the
-    unlabeled weight of a run stays 1. The adversarial term belongs to the unlabeled loss, with its labeled images. In
-    the official code it has no gradient, the discriminator's output is shifted before the loss, and the classifier
-    ends in two softmaxes; here it has a gradient, no shift, and one softmax.
+    Huang et al., 2020, arXiv 2011.13529, transferable OOD recycling. Both terms have weights of their own, so
+    the unlabeled weight of a run stays 1. The adversarial term belongs to the unlabeled loss, with its
+    labeled images. In the official code it has no gradient, the discriminator's output is shifted before the
+    loss, and the classifier ends in two softmaxes; here it has a gradient, no shift, and one softmax.
 
     Args:
         weight: final weight of the Pi-model's term.
         ramp_steps: of its sigmoid ramp.
         threshold: running confidence above which an image counts as of a known class.
         recycling: transfer weight below which another image is left out.
-        adversarial_start: steps before the ramp of the adversarial term's weight, up to 1; below it is near 0.
+        adversarial_start: steps before the ramp of the adversarial term's weight, up to 1; below it is near
+            0.
         adversarial_steps: of this ramp, a sigmoid one.
         reversal_start: steps before the reversed gradient reaches the model.
         reversal_steps: in which it grows, to nearly its full strength in half of them.
@@ -90,7 +93,9 @@ class TOOR(SemiSupervisedLoss):
         self.record(batch.index, first)  # type: ignore[arg-type]
         unlabeled = self.weight * unlabeled_ramp("sigmoid", batch.step + 1, self.ramp_steps) * pi
         ramp = unlabeled_ramp("sigmoid", batch.step + 1 - self.adversarial_start, self.adversarial_steps)
-        return Losses(self.labeled_loss(labeled, batch.y), unlabeled + ramp * adversarial, {"mask_rate": known.mean()})
+        return Losses(
+            self.labeled_loss(labeled, batch.y), unlabeled + ramp * adversarial, {"mask_rate": known.mean()}
+        )
 
     def adversarial(
         self, features: Tensor, labeled_features: Tensor, score: Tensor, known: Tensor, batch: SemiBatch
@@ -123,7 +128,9 @@ class TOOR(SemiSupervisedLoss):
 
 
 def transfer_weights(domain: Tensor, score: Tensor) -> Tensor:
-    """How near each row is to the labeled images: two relative scores, each counting by its variance in the batch."""
+    """How near each row is to the labeled images: two relative scores, each counting by its variance in the
+    batch.
+    """
     domain = domain - domain.min()
     domain, score = (values / values.mean().clamp_min(TINY) for values in (domain, score))
     spread, other_spread = (values.var(correction=0) for values in (domain, score))

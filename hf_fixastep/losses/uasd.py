@@ -4,16 +4,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hf_fixastep.functional import SemiBatch, masked_mean, rows_of_all
 from hf_fixastep.losses.base import Losses, SemiSupervisedLoss, check_not_negative, check_probability
+from hf_fixastep.losses.functional import masked_mean, rows_of_all
+from hf_fixastep.step.batch import SemiBatch
 
 
 class UASD(SemiSupervisedLoss):
-    """Cross-entropy against the mean of all earlier predictions for the same image, where that mean is confident.
+    """Cross-entropy against the mean of all earlier predictions for the same image, where that mean is
+    confident.
 
     Chen et al., 2020 (Semi-supervised learning under class distribution mismatch, AAAI), uncertainty-aware
-    self-distillation. The official code forwards validation images along with the batch, where they move its batch
-    statistics; here the threshold comes from the evaluations. It also distills labeled images; here only unlabeled.
+    self-distillation. The official code forwards validation images along with the batch, where they move its
+    batch statistics; here the threshold comes from the evaluations. It also distills labeled images; here
+    only unlabeled.
 
     Args:
         threshold: confidence that a mean prediction needs to count, until the first evaluation.

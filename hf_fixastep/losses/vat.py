@@ -8,21 +8,24 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hf_fixastep.functional import SemiBatch, frozen_batchnorm
 from hf_fixastep.losses.base import Losses, SemiSupervisedLoss, check_positive
+from hf_fixastep.step.batch import SemiBatch
+from hf_fixastep.step.forwards import frozen_batchnorm
 
 
 class VAT(SemiSupervisedLoss):
     """Divergence between the predictions for an image and for its neighbour where they change most.
 
-    Miyato et al., 2018, arXiv 1704.03976, with one power iteration. The official Fix-A-Step code, after Oliver et al.,
-    2018, arXiv 1804.09170, swaps the two arguments of the divergence; its `xi` of 1e-6 moves most pixels by less than
-    float32 resolves. In joint mode the labeled images are perturbed as well, for the batch statistics alone.
+    Miyato et al., 2018, arXiv 1704.03976, with one power iteration. The official Fix-A-Step code, after
+    Oliver et al., 2018, arXiv 1804.09170, swaps the two arguments of the divergence; its `xi` of 1e-6 moves
+    most pixels by less than float32 resolves. In joint mode the labeled images are perturbed as well, for the
+    batch statistics alone.
 
     Args:
         xi: length of the trial step that measures the direction, in normalized pixels.
         eps: length of the perturbation, in normalized pixels.
-        reverse_kl: KL(perturbed || clean) as in the official code; False for KL(clean || perturbed) as in the paper.
+        reverse_kl: KL(perturbed || clean) as in the official code; False for KL(clean || perturbed) as in the
+            paper.
         safe_normalization: unit vectors to rounding, and no step for an image without gradient; False for the
             additive constants of the official code, which shorten the step where the gradient is small.
     """
@@ -58,7 +61,9 @@ class VAT(SemiSupervisedLoss):
         unlabeled = divergence(perturbed, clean) if self.reverse_kl else divergence(clean, perturbed)
         return Losses(self.labeled_loss(labeled, batch.y), unlabeled)
 
-    def direction(self, model: nn.Module, images: Tensor, clean: Tensor, generator: torch.Generator) -> Tensor:
+    def direction(
+        self, model: nn.Module, images: Tensor, clean: Tensor, generator: torch.Generator
+    ) -> Tensor:
         """Unit vectors along which the prediction for each image changes most, by one power iteration."""
         normalize = unit if self.safe_normalization else almost_unit
         trial = normalize(torch.empty_like(images).normal_(generator=generator)).requires_grad_()
@@ -91,7 +96,8 @@ def almost_unit(images: Tensor) -> Tensor:
 def full_precision(model: nn.Module, device_type: str) -> Iterator[bool]:
     """Forwards inside run without autocast and TF32; gives whether they would have run with one of them.
 
-    Accelerate (1.15) wraps autocast around `forward` itself, out of reach of a context, and keeps the plain one.
+    Accelerate (1.15) wraps autocast around `forward` itself, out of reach of a context, and keeps the plain
+    one.
     """
     wrapped = {m: m.forward for m in model.modules() if "_original_forward" in vars(m)}
     for module in wrapped:

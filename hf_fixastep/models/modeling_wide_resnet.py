@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from transformers import initialization as init
 from transformers.modeling_outputs import ImageClassifierOutputWithNoAttention
 
-from .configuration_wide_resnet import WideResNetConfig
+from hf_fixastep.models.configuration_wide_resnet import WideResNetConfig
 
 
 class WideResNetBlock(nn.Module):
@@ -61,7 +61,9 @@ def stage(config: WideResNetConfig, index: int) -> nn.Sequential:
         activate_shortcut=index == 0,
         skip_activation=config.upstream_block and index > 0,
     )
-    rest = [WideResNetBlock(config, (after, after), 1, False, False) for _ in range((config.depth - 4) // 6 - 1)]
+    rest = [
+        WideResNetBlock(config, (after, after), 1, False, False) for _ in range((config.depth - 4) // 6 - 1)
+    ]
     return nn.Sequential(first, *rest)
 
 
@@ -101,8 +103,8 @@ class WideResNetForImageClassification(PreTrainedModel):
     def get_output_embeddings(self) -> None:
         """None; accelerate asks for it before sharding."""
 
-    # Trainer 5.22 reads this signature: **kwargs would change the loss under gradient accumulation, and a second name
-    # with "label" in it would remove the evaluation metrics.
+    # Trainer 5.22 reads this signature: **kwargs would change the loss under gradient accumulation, and a
+    # second name with "label" in it would remove the evaluation metrics.
     def forward(
         self,
         pixel_values: Tensor | None = None,  # [N, C, H, W]
@@ -110,9 +112,11 @@ class WideResNetForImageClassification(PreTrainedModel):
         return_dict: bool | None = None,
         output_hidden_states: bool | None = None,
     ) -> ImageClassifierOutputWithNoAttention | tuple:
-        """Logits, the cross-entropy if there are labels, and on request the output of the stem and of every stage.
+        """Logits, the cross-entropy if there are labels, and on request the output of the stem and of every
+        stage.
 
-        The last hidden state is normalized and activated: its mean over the pixels is what the classifier sees.
+        The last hidden state is normalized and activated: its mean over the pixels is what the classifier
+        sees.
         """
         if pixel_values is None:
             raise ValueError("The model needs pixel_values, a tensor of shape [N, C, H, W].")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-from hf_fixastep.names import choose
+from hf_fixastep.checks import check_choice
 from hf_fixastep.procedures.curriculum_labeling import CurriculumLabeling
 from hf_fixastep.procedures.rounds import Procedure, run_procedure
 from hf_fixastep.procedures.safe_student import SafeStudent
@@ -21,7 +21,7 @@ PROCEDURES: dict[str, type[Procedure]] = {
 
 def get_procedure(name: str, **kwargs: Any) -> Procedure:
     """A procedure by its name in `PROCEDURES`, with its own arguments."""
-    kind = PROCEDURES[choose("procedure", name, PROCEDURES)]
+    kind = PROCEDURES[check_choice("procedure", name, PROCEDURES)]
     for argument in kwargs:
-        choose(f"argument of {name}", argument, inspect.signature(kind).parameters)
+        check_choice(f"argument of {name}", argument, inspect.signature(kind).parameters)
     return kind(**kwargs)

@@ -16,13 +16,16 @@ from hf_fixastep.procedures.rounds import Procedure, Round, Rounds, with_pseudo_
 
 @dataclass
 class CurriculumLabeling(Procedure):
-    """Train anew, round by round, on the labeled images and a growing share of confidently pseudo-labeled ones.
+    """Train anew, round by round, on the labeled images and a growing share of confidently pseudo-labeled
+    ones.
 
-    Cascante-Bonilla et al., 2021, arXiv 2001.06001. The first round has labeled images alone, the last one all
-    images; the outcome is the round that is best on the validation images. The official code averages weights by SWA,
-    here it is the teacher as everywhere. Its augmentation is RandAugment and Cutout in another variant.
+    Cascante-Bonilla et al., 2021, arXiv 2001.06001. The first round has labeled images alone, the last one
+    all images; the outcome is the round that is best on the validation images. The official code averages
+    weights by SWA, here it is the teacher as everywhere. Its augmentation is RandAugment and Cutout in
+    another variant.
 
-    With another loss than `supervised` the pseudo-labeled images join the labeled ones, and stay unlabeled ones too.
+    With another loss than `supervised` the pseudo-labeled images join the labeled ones, and stay unlabeled
+    ones too.
 
     Args:
         percent: how much larger the share gets from round to round.
@@ -68,6 +71,8 @@ def confident_rows(logits: NDArray, percentile: float) -> dict[str, Tensor]:
 
 
 def class_weights(labels: Tensor, num_labels: int) -> list[float]:
-    """Images of other classes per image of the class; the official code divides by 100, which changes nothing."""
+    """Images of other classes per image of the class; the official code divides by 100, which changes
+    nothing.
+    """
     counts = torch.bincount(labels, minlength=num_labels)
     return ((len(labels) - counts) / counts.clamp_min(1)).tolist()

@@ -24,7 +24,7 @@ from transformers import set_seed
 
 from hf_fixastep.callbacks import LOG_NAME
 from hf_fixastep.checkpoints import as_json, checkpoints, describe, find_checkpoint, only_run
-from hf_fixastep.data.streams import Images
+from hf_fixastep.data.images import Images
 from hf_fixastep.losses.base import SemiSupervisedLoss
 from hf_fixastep.trainer import FixAStepTrainer
 
@@ -38,7 +38,9 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Round:
-    """A training that is over; its model, that of the best checkpoint if the settings ask for it, is in its folder."""
+    """A training that is over; its model, that of the best checkpoint if the settings ask for it, is in its
+    folder.
+    """
 
     name: str
     score: float  # on the validation images, larger is better
@@ -64,8 +66,8 @@ def run_procedure(
     """Run all trainings of a procedure, and leave its model, log and numbers of steps with the trainer.
 
     Args:
-        trainer: not trained yet; its settings, labeled and validation images are those of every round. Rounds write to
-            folders in its output_dir.
+        trainer: not trained yet; its settings, labeled and validation images are those of every round. Rounds
+            write to folders in its output_dir.
         make_model: a new model, from scratch or pretrained, for each round that starts anew.
         resume: go on where an interrupted run with the same settings stopped, to the bit.
     """
@@ -85,7 +87,9 @@ class Rounds:
         make_model: Callable[[], nn.Module],
     ) -> None:
         if not isinstance(trainer.eval_dataset, Images):
-            raise ValueError("A procedure chooses by validation images, but the trainer has not one eval_dataset.")
+            raise ValueError(
+                "A procedure chooses by validation images, but the trainer has not one eval_dataset."
+            )
         trainer.check_procedure()
         self.trainer, self.make_model = trainer, make_model
         self.folder = Path(str(trainer.args.output_dir))
@@ -101,7 +105,9 @@ class Rounds:
         old = from_main(lambda: json.loads(path.read_text()) if path.is_file() else None)
         if resume is not (old is not None):
             found = "holds no procedure to resume" if resume else "holds a procedure already"
-            raise ValueError(f"{self.folder} {found}; choose another output_dir, or set resume to {not resume}.")
+            raise ValueError(
+                f"{self.folder} {found}; choose another output_dir, or set resume to {not resume}."
+            )
         if old is None:
             if self.trainer.args.should_save:
                 write_json(path, new)
@@ -195,11 +201,15 @@ class Rounds:
         return load_file(path)
 
     def report(self, outcome: Round) -> None:
-        """The trainer gets the model of the outcome, and the steps and the log of all rounds as if they were one."""
+        """The trainer gets the model of the outcome, and the steps and the log of all rounds as if they were
+        one.
+        """
         self.trainer.load_plain(self.folder / outcome.name)
         before = sum(each.steps for each in self.done[: self.done.index(outcome)])
         self.trainer.state.global_step = sum(each.steps for each in self.done)
-        self.trainer.state.best_global_step = None if outcome.best_step is None else before + outcome.best_step
+        self.trainer.state.best_global_step = (
+            None if outcome.best_step is None else before + outcome.best_step
+        )
         if self.trainer.args.should_save:
             logs, step = [], 0
             for each in self.done:

@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hf_fixastep.functional import SemiBatch, masked_mean
 from hf_fixastep.losses.base import (
     Losses,
     SemiSupervisedLoss,
@@ -16,22 +15,27 @@ from hf_fixastep.losses.base import (
     check_positive,
     check_probability,
 )
+from hf_fixastep.losses.functional import masked_mean
 from hf_fixastep.procedures.rounds import Procedure, Round, Rounds
+from hf_fixastep.step.batch import SemiBatch
 
 
 @dataclass
 class SafeStudent(Procedure):
-    """A teacher tells its student what unlabeled images show if it knows them, and to be unsure if it does not.
+    """A teacher tells its student what unlabeled images show if it knows them, and to be unsure if it does
+    not.
 
-    He et al., 2022, CVPR, after the official code. The first teacher is trained with the loss of the settings, which
-    is `supervised` in the method; then the student of every iteration is the teacher of the next one. A student goes
-    on from the weights of its teacher with a new optimizer. The official code continues from the last weights instead
-    of the best ones, and lowers its learning rate by 3 percent every five epochs.
+    He et al., 2022, CVPR, after the official code. The first teacher is trained with the loss of the
+    settings, which is `supervised` in the method; then the student of every iteration is the teacher of the
+    next one. A student goes on from the weights of its teacher with a new optimizer. The official code
+    continues from the last weights instead of the best ones, and lowers its learning rate by 3 percent every
+    five epochs.
 
     Args:
         iterations: how often a student is trained.
         teacher_steps: steps of the first teacher; as many as those of each student if not given.
-        seen_share: images above this quantile of the energy discrepancy in a batch are taken as known classes.
+        seen_share: images above this quantile of the energy discrepancy in a batch are taken as known
+            classes.
         unseen_share: images below this one are taken as foreign.
         temperature: of the energies.
         seen_weight: of the loss of known images.
@@ -74,11 +78,12 @@ class SafeStudent(Procedure):
 class SafeStudentLoss(SemiSupervisedLoss):
     """Agree with the teacher on images of known classes, and be undecided on foreign ones.
 
-    The official code multiplies masks [B, 1] by losses [B], which selects nothing; here each image has its own mask.
+    The official code multiplies masks [B, 1] by losses [B], which selects nothing; here each image has its
+    own mask.
 
     Args:
-        teacher_logits: the teacher's answers for all unlabeled images [N, K], without augmentation; the rest is as in
-            `SafeStudent`.
+        teacher_logits: the teacher's answers for all unlabeled images [N, K], without augmentation; the rest
+            is as in `SafeStudent`.
     """
 
     views = ("strong",)
@@ -96,7 +101,8 @@ class SafeStudentLoss(SemiSupervisedLoss):
         unseen_weight: float = 0.05,
     ) -> None:
         super().__init__()
-        self.register_buffer("teacher_logits", teacher_logits, persistent=False)  # the round has them in a file
+        # The round has them in a file.
+        self.register_buffer("teacher_logits", teacher_logits, persistent=False)
         self.seen_share = seen_share
         self.unseen_share = unseen_share
         self.temperature = temperature
@@ -111,13 +117,17 @@ class SafeStudentLoss(SemiSupervisedLoss):
         log_student, log_answers = student.log_softmax(-1), answers.log_softmax(-1)
         known = known + F.kl_div(log_student, log_answers, reduction="none", log_target=True).sum(-1)
         foreign = -log_student.mean(-1) - math.log(student.shape[1])  # KL(uniform || student)
-        unlabeled = self.seen_weight * masked_mean(known, seen) + self.unseen_weight * masked_mean(foreign, unseen)
+        unlabeled = self.seen_weight * masked_mean(known, seen) + self.unseen_weight * masked_mean(
+            foreign, unseen
+        )
         return Losses(self.labeled_loss(labeled, batch.y), unlabeled)
 
     def masks(self, answers: Tensor) -> tuple[Tensor, Tensor]:
         """Which images of a batch count as known, and which as foreign."""
         discrepancy = energy_discrepancy(answers, self.temperature)
-        seen_from, unseen_to = discrepancy.quantile(discrepancy.new_tensor([self.seen_share, self.unseen_share]))
+        seen_from, unseen_to = discrepancy.quantile(
+            discrepancy.new_tensor([self.seen_share, self.unseen_share])
+        )
         return discrepancy > seen_from, discrepancy < unseen_to
 
 

@@ -20,7 +20,15 @@ import pyarrow.parquet as pq
 import pytest
 
 from hf_fixastep.data import cifar, load_dataset
-from hf_fixastep.data.cifar import CIFAR10, CIFAR100, Batch, Cifar10SixAnimal, Cifar100FiftyClass, Rows, read_cifar
+from hf_fixastep.data.cifar import (
+    CIFAR10,
+    CIFAR100,
+    Batch,
+    Cifar10SixAnimal,
+    Cifar100FiftyClass,
+    Rows,
+    read_cifar,
+)
 
 
 SPLITS = ["labeled", "unlabeled", "validation", "test"]
@@ -42,7 +50,9 @@ def pixels_of(images) -> np.ndarray:
 
 
 def same(first: tuple[Rows, Rows], second: tuple[Rows, Rows]) -> bool:
-    return all(np.array_equal(a, b) for x, y in zip(first, second, strict=True) for a, b in zip(x, y, strict=True))
+    return all(
+        np.array_equal(a, b) for x, y in zip(first, second, strict=True) for a, b in zip(x, y, strict=True)
+    )
 
 
 def write_archive(path: Path, files: dict[str, bytes]) -> None:
@@ -114,10 +124,14 @@ class TestRealSources:
 
     def test_the_archive_gives_the_same_rows(self, official, pickles, tmp_path):
         names = ["data_batch_4", "test_batch", "data_batch_3", "data_batch_2", "data_batch_5", "data_batch_1"]
-        files = {f"cifar-10-batches-py/{name}": (pickles / CIFAR10.folder / name).read_bytes() for name in names}
+        files = {
+            f"cifar-10-batches-py/{name}": (pickles / CIFAR10.folder / name).read_bytes() for name in names
+        }
         archive = tmp_path / "cifar-10-python.tar.gz"
         write_archive(archive, {"cifar-10-batches-py/readme.html": b"<html>", **files})
-        with pytest.raises(ValueError, match=r"has the MD5 \w+, but the official file has c58f30108f718f92721af3b95e"):
+        with pytest.raises(
+            ValueError, match=r"has the MD5 \w+, but the official file has c58f30108f718f92721af3b95e"
+        ):
             read_cifar(CIFAR10, str(tmp_path))
         known = dataclasses.replace(CIFAR10, archive_md5=md5(archive.read_bytes()))
         assert same(official, read_cifar(known, str(tmp_path)))
@@ -139,7 +153,9 @@ class TestRealSources:
 @needs_cifar10
 class TestRealSplits:
     def test_sizes(self, built):
-        assert {name: len(built[name]) for name in built} == dict(zip(SPLITS, (2400, 16_400, 3000, 6000), strict=True))
+        assert {name: len(built[name]) for name in built} == dict(
+            zip(SPLITS, (2400, 16_400, 3000, 6000), strict=True)
+        )
 
     @pytest.mark.parametrize(
         ("seed", "head"),
@@ -166,7 +182,9 @@ class TestRealSplits:
                 expected["unlabeled"].update(mine[500 + count :])
         rows = rows_of(labels, count=count, seed=seed)
         assert {name: set(part.tolist()) for name, part in rows.items()} == expected
-        assert {name: len(part) for name, part in rows.items()} == {name: len(part) for name, part in expected.items()}
+        assert {name: len(part) for name, part in rows.items()} == {
+            name: len(part) for name, part in expected.items()
+        }
 
     def test_images_are_those_of_the_rows(self, official, built):
         # No two of the 60,000 images are equal, so an image tells its row.
@@ -174,11 +192,15 @@ class TestRealSplits:
         assert len(set(digests)) == 60_000
         row_of = {digest: row for row, digest in enumerate(digests)}
         found = {
-            name: [row_of[hashlib.sha256(image.tobytes()).digest()] for image in pixels_of(built[name]["image"])]
+            name: [
+                row_of[hashlib.sha256(image.tobytes()).digest()] for image in pixels_of(built[name]["image"])
+            ]
             for name in SPLITS
         }
         labels = np.concatenate([rows.labels for rows in official])
-        expected = rows_of(official[0].labels) | {"test": np.flatnonzero(np.isin(labels, range(2, 8)))[-6000:]}
+        expected = rows_of(official[0].labels) | {
+            "test": np.flatnonzero(np.isin(labels, range(2, 8)))[-6000:]
+        }
         assert {name: list(part) for name, part in expected.items()} == found
         assert len(set().union(*found.values())) == 27_800  # the splits are disjoint
         for name in ("labeled", "validation", "test"):
@@ -264,7 +286,9 @@ class TestBuiltSet:
         for name in SPLITS:
             head = list(streamed[name].take(300))
             assert head[0].keys() == set(built[name].column_names)
-            assert np.array_equal(pixels_of(row["image"] for row in head), pixels_of(built[name][:300]["image"]))
+            assert np.array_equal(
+                pixels_of(row["image"] for row in head), pixels_of(built[name][:300]["image"])
+            )
             if name != "unlabeled":
                 assert [row["label"] for row in head] == built[name][:300]["label"]
 
@@ -286,10 +310,14 @@ def tiny_files(tmp_path_factory):
         rows.append(Rows(pixels, fine))
         batch = {b"data": pixels, b"fine_labels": fine.tolist(), b"coarse_labels": (fine // 5).tolist()}
         contents[name] = pickle.dumps(batch, protocol=4)
-        records = b"".join(bytes([y // 5, y]) + image.tobytes() for image, y in zip(pixels, fine, strict=True))
+        records = b"".join(
+            bytes([y // 5, y]) + image.tobytes() for image, y in zip(pixels, fine, strict=True)
+        )
         batches[name] = (Batch(name, md5(contents[name]), hashlib.sha1(records).hexdigest()),)
         (root / "extracted/cifar-100-python" / name).write_bytes(contents[name])
-        images = [{"bytes": cifar.to_png(image), "path": f"{y}.png"} for image, y in zip(pixels, fine, strict=True)]
+        images = [
+            {"bytes": cifar.to_png(image), "path": f"{y}.png"} for image, y in zip(pixels, fine, strict=True)
+        ]
         table = pa.table({"img": images, "fine_label": fine, "coarse_label": fine // 5})
         half = len(fine) // 2
         pq.write_table(table.slice(0, half), root / f"parquet/cifar100/{name}-00000-of-00002.parquet")
@@ -360,12 +388,16 @@ class TestTinyCifar100:
             assert data["labeled"]["label"][:] == rows[0].labels[expected["labeled"]].tolist()
             assert data["test"]["label"][:] == [label for label in rows[1].labels if label < 50]
 
-    @pytest.mark.parametrize("layout", ["cifar100/data/{}-0.parquet", "{}/0000.parquet", "cifar100/{}/0000.parquet"])
+    @pytest.mark.parametrize(
+        "layout", ["cifar100/data/{}-0.parquet", "{}/0000.parquet", "cifar100/{}/0000.parquet"]
+    )
     def test_other_parquet_layouts_are_found(self, tiny, layout):
         for split in ("train", "test"):
             file = tiny.root / "other" / layout.format(split)
             file.parent.mkdir(parents=True, exist_ok=True)
-            shards = [pq.read_table(file) for file in sorted((tiny.root / "parquet/cifar100").glob(f"{split}*"))]
+            shards = [
+                pq.read_table(file) for file in sorted((tiny.root / "parquet/cifar100").glob(f"{split}*"))
+            ]
             pq.write_table(pa.concat_tables(shards), file)
         assert len(tiny.load("other")["labeled"]) == 200
 
@@ -385,9 +417,15 @@ class TestTinyCifar100:
 
     @pytest.mark.parametrize(
         ("config", "oracle", "seen", "unseen"),
-        [("zeta50", False, (50, 75), (75, 100)), ("zeta50", True, (), (50, 100)), ("zeta100", False, (50, 100), ())],
+        [
+            ("zeta50", False, (50, 75), (75, 100)),
+            ("zeta50", True, (), (50, 100)),
+            ("zeta100", False, (50, 100), ()),
+        ],
     )
-    def test_foreign_test_images_are_of_classes_without_labels(self, tiny, tiny_files, config, oracle, seen, unseen):
+    def test_foreign_test_images_are_of_classes_without_labels(
+        self, tiny, tiny_files, config, oracle, seen, unseen
+    ):
         rows = tiny_files[0][1]
         class_of = {image.tobytes(): label for image, label in zip(rows.pixels, rows.labels, strict=True)}
         data = tiny.load("extracted", config, foreign=True, oracle=oracle)
@@ -429,7 +467,8 @@ class TestCifar100:
     @pytest.mark.parametrize(("oracle", "unlabeled"), [(False, 17_500), (True, 8750)])
     def test_sizes(self, monkeypatch, tmp_path, oracle, unlabeled):
         balanced = [
-            Rows(np.zeros((len(y), 1), np.uint8), y) for y in (np.arange(50_000) % 100, np.arange(10_000) % 100)
+            Rows(np.zeros((len(y), 1), np.uint8), y)
+            for y in (np.arange(50_000) % 100, np.arange(10_000) % 100)
         ]
         monkeypatch.setattr(cifar, "read_cifar", lambda *args: balanced)
         builder = Cifar100FiftyClass(cache_dir=str(tmp_path), oracle=oracle)
@@ -465,7 +504,9 @@ class TestSettings:
         self, name, title, count, largest, streaming, tmp_path
     ):
         with pytest.raises(ValueError) as error:  # noqa: PT011, the whole sentence is compared
-            load_dataset(name, labels_per_class=count, data_dir="nowhere", cache_dir=tmp_path, streaming=streaming)
+            load_dataset(
+                name, labels_per_class=count, data_dir="nowhere", cache_dir=tmp_path, streaming=streaming
+            )
         assert str(error.value) == (
             f"labels_per_class is {count}, but the images of {title} suffice for 1 to {largest}: choose a number in "
             "that range."
@@ -614,7 +655,10 @@ class TestRefusals:
     def test_other_images_than_expected(self, tiny, content):
         file = tiny.root / "parquet/cifar100/train-00000-of-00002.parquet"
         rows = pq.read_table(file).to_pylist()
-        picture, buffer = PIL.Image.new("RGB", (33, 32) if content == "another size" else (32, 32)), io.BytesIO()
+        picture, buffer = (
+            PIL.Image.new("RGB", (33, 32) if content == "another size" else (32, 32)),
+            io.BytesIO(),
+        )
         picture.save(buffer, "JPEG" if content == "jpeg" else "PNG")
         made = buffer.getvalue()[:-30] if content == "cut off" else buffer.getvalue()
         rows[7]["img"]["bytes"] = made if isinstance(content, str) else content
@@ -674,7 +718,9 @@ class TestHostilePickles:
         tiny.describe(train=(Batch("train", md5(content), ""),))
         message = tiny.refuses("extracted", pickle.UnpicklingError)
         assert message.startswith("The pickle asks for ")
-        assert message.endswith("but a CIFAR batch holds only plain values and numpy arrays: do not use this file.")
+        assert message.endswith(
+            "but a CIFAR batch holds only plain values and numpy arrays: do not use this file."
+        )
         assert not marker.exists()
 
     def test_the_attack_would_work_without_the_guard(self, tmp_path):

@@ -54,7 +54,10 @@ class TestRows:
     def test_zeta_changes_the_unlabeled_split_alone(self):
         parts = [rows(zeta) for zeta in UNLABELED_DIGITS]
         assert all(
-            np.array_equal(part[name], parts[0][name]) for part in parts for name in SPLITS if name != "unlabeled"
+            np.array_equal(part[name], parts[0][name])
+            for part in parts
+            for name in SPLITS
+            if name != "unlabeled"
         )
         assert len({tuple(part["unlabeled"]) for part in parts}) == 5
 
@@ -86,7 +89,10 @@ class TestRows:
         for streaming in (False, True):
             with pytest.raises(ValueError) as error:  # noqa: PT011, the whole sentence is compared
                 load_dataset(
-                    "digits_open_set", cache_dir=tmp_path, labels_per_class=labels_per_class, streaming=streaming
+                    "digits_open_set",
+                    cache_dir=tmp_path,
+                    labels_per_class=labels_per_class,
+                    streaming=streaming,
                 )
             assert str(error.value) == sentence
 
@@ -113,7 +119,10 @@ class TestBuiltSet:
             pixels = np.stack([np.array(image) for image in digits[name]["image"]])
             assert np.array_equal(
                 pixels,
-                [[[round(v * 255 / 16) for v in line] for line in image] for image in load_digits().images[part]],
+                [
+                    [[round(v * 255 / 16) for v in line] for line in image]
+                    for image in load_digits().images[part]
+                ],
             )
             if name != "unlabeled":
                 assert np.array_equal(digits[name]["label"], LABELS[part])

@@ -32,7 +32,10 @@ def examine(sides, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(doctor, "time_of_pass", lambda size, channels: (64, 0.5, "cpu"))
 
     def run(**changes) -> str:
-        options = [f"--{name}={value}" for name, value in {**sides, "out": tmp_path / "doctor.png", **changes}.items()]
+        options = [
+            f"--{name}={value}"
+            for name, value in {**sides, "out": tmp_path / "doctor.png", **changes}.items()
+        ]
         doctor.main(options)
         return capsys.readouterr().out
 
@@ -41,7 +44,9 @@ def examine(sides, tmp_path, monkeypatch, capsys):
 
 def test_healthy_folders_get_counts_costs_and_a_command(examine, tmp_path):
     text = examine(image_size=16)
-    rows = [[cell.strip() for cell in line.strip("│").split("│")] for line in text.splitlines() if line[:1] == "│"]
+    rows = [
+        [cell.strip() for cell in line.strip("│").split("│")] for line in text.splitlines() if line[:1] == "│"
+    ]
     assert rows == [
         ["labeled", "24", "0", "5 x 6", "RGB 24"],
         ["unlabeled", "5", "0", "7-11 x 9-9, median 9 x 9", "L 5"],
@@ -49,7 +54,9 @@ def test_healthy_folders_get_counts_costs_and_a_command(examine, tmp_path):
         ["cat", "2", "1", "1"],
     ]
     assert "To be repaired" not in text
-    assert "Worth a look\n  The class dog has 5.0 times the images of cat: judge by balanced accuracy.\n" in text
+    assert (
+        "Worth a look\n  The class dog has 5.0 times the images of cat: judge by balanced accuracy.\n" in text
+    )
     assert "Memory: 29 images of 16 x 16 pixels in RGB take 0.0 MB." in text
     assert "through a WRN-28-2 took 0.50 s here (cpu)." in text
     assert "would take roughly 7.5 s." in text  # 64 + 2 * 448 images at 0.5 s for 64
@@ -59,9 +66,18 @@ def test_healthy_folders_get_counts_costs_and_a_command(examine, tmp_path):
 def test_the_command_loads_these_folders(examine, tmp_path, sides):
     command = next(line for line in examine(group=r"(p\d+)_").splitlines() if "accelerate launch" in line)
     words = shlex.split(command)
-    assert words[:5] == ["accelerate", "launch", "recipes/train.py", "--config", "recipes/folders/fixmatch.yaml"]
+    assert words[:5] == [
+        "accelerate",
+        "launch",
+        "recipes/train.py",
+        "--config",
+        "recipes/folders/fixmatch.yaml",
+    ]
     settings = yaml.safe_load(words[words.index("--dataset_kwargs") + 1])
-    assert settings == {name: str(path) for name, path in sides.items()} | {"group": r"(p\d+)_", "image_size": 32}
+    assert settings == {name: str(path) for name, path in sides.items()} | {
+        "group": r"(p\d+)_",
+        "image_size": 32,
+    }
     assert len(load_dataset("folders", **settings, cache_dir=tmp_path / "cache")) == 4
 
 
@@ -99,7 +115,10 @@ def test_all_that_is_wrong_is_told_at_once(examine, sides, tmp_path):
             lambda labeled: shutil.copytree(labeled / "cat", labeled / "CAT"),
             "labeled has the classes 'CAT' and 'cat', wh",
         ),
-        (lambda labeled: shutil.rmtree(labeled / "cat"), "labeled has one class, dog, but expected at least two"),
+        (
+            lambda labeled: shutil.rmtree(labeled / "cat"),
+            "labeled has one class, dog, but expected at least two",
+        ),
         (
             lambda labeled: [(labeled / f"cat/p{n}_{n}.png").unlink() for n in (1, 2)],
             "needs 3 different images of every",
@@ -138,7 +157,8 @@ def test_the_contact_sheet_shows_classes_in_rows(examine, tmp_path, sides):
     (sides["unlabeled"] / "bad.png").write_bytes(b"")
     examine(out=tmp_path / "new/sheet.png")
     sheet = np.asarray(PIL.Image.open(tmp_path / "new/sheet.png").convert("RGB")).astype(int)
-    assert sheet.shape == (6 + 3 * 94 + 20 + 2 * 20 + 6, 170 + 10 * 94 + 6, 3)  # two classes, one row of the pile
+    # Two classes, one row of the pile.
+    assert sheet.shape == (6 + 3 * 94 + 20 + 2 * 20 + 6, 170 + 10 * 94 + 6, 3)
     used = [(sheet[top : top + 88, 170:] != 255).any((0, 2)).sum() // 88 for top in (6, 100, 214)]
     assert used == [4, 10, 6]
     assert sheet[220, 170 + 5 * 94 + 4].tolist() == [232, 180, 168]  # the broken file, last by name

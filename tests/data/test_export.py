@@ -167,7 +167,9 @@ class TestRefusals:
     def test_a_set_that_may_not_be_passed_on(self, export, out, monkeypatch):
         monkeypatch.setattr(DigitsOpenSet, "shareable", False)
         monkeypatch.setattr(DigitsOpenSet, "terms", "its owner gives it to approved persons alone.")
-        with pytest.raises(ValueError, match=r"^digits_open_set may not be exported: its owner gives it to approved"):
+        with pytest.raises(
+            ValueError, match=r"^digits_open_set may not be exported: its owner gives it to approved"
+        ):
             export()
         assert not out.exists()
 
@@ -181,7 +183,9 @@ class TestRefusals:
         export()
         with pytest.raises(FileExistsError) as error:
             export(seed=1)
-        assert str(error.value) == f"{out / 'zeta50'} is already there: delete it, or export to another folder."
+        assert (
+            str(error.value) == f"{out / 'zeta50'} is already there: delete it, or export to another folder."
+        )
 
     @pytest.mark.parametrize(
         "text", ["# My notes\n", "---\nlicense: mit\n---\n", "---\nhf_fixastep: {dataset: other}\n---\n"]
@@ -201,7 +205,9 @@ class TestRefusals:
             export_dataset("digits", "zeta50", out)
         with pytest.raises(ValueError, match="Unknown config of digits_open_set 'zeta5'"):
             export("zeta5")
-        with pytest.raises(ValueError, match=r"Unknown setting of digits_open_set 'sed'\. Did you mean seed\?"):
+        with pytest.raises(
+            ValueError, match=r"Unknown setting of digits_open_set 'sed'\. Did you mean seed\?"
+        ):
             export(sed=1)
         assert not out.exists()
 
@@ -249,7 +255,9 @@ class TestCards:
             expected = {c: ", ".join(map(str, d)) for c, d in digits.UNLABELED_DIGITS.items()}
         elif name == "cifar10_six_animal":
             names = cifar.CIFAR10.class_names
-            expected = {c: ", ".join(names[y] for y in ids) for c, ids in Cifar10SixAnimal.unlabeled_classes.items()}
+            expected = {
+                c: ", ".join(names[y] for y in ids) for c, ids in Cifar10SixAnimal.unlabeled_classes.items()
+            }
         else:
             names = cifar.CIFAR100.class_names
             expected = {

@@ -18,7 +18,15 @@ from torchvision.transforms import InterpolationMode
 from torchvision.transforms.v2.functional import resize
 
 from hf_fixastep.data import Images, files, folders, load_dataset
-from hf_fixastep.data.files import digest, duplicates, encode, list_labeled, list_unlabeled, read_picture, to_8_bits
+from hf_fixastep.data.files import (
+    digest,
+    duplicates,
+    encode,
+    list_labeled,
+    list_unlabeled,
+    read_picture,
+    to_8_bits,
+)
 from hf_fixastep.data.folders import cut, folder_report
 
 
@@ -73,10 +81,16 @@ def pixels_of(path: Path) -> np.ndarray:
 
 
 class TestReading:
-    @pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGB", "RGBA", "CMYK", "YCbCr", "I", "F", "I;16", "HSV"])
+    @pytest.mark.parametrize(
+        "mode", ["1", "L", "LA", "P", "RGB", "RGBA", "CMYK", "YCbCr", "I", "F", "I;16", "HSV"]
+    )
     def test_every_mode_becomes_grey_or_rgb(self, mode, tmp_path):
-        picture = PIL.Image.fromarray(noise(0, 6, 5, 3)).convert("L" if mode == "I;16" else "RGB").convert(mode)
-        path = tmp_path / ("image.png" if mode in ("1", "L", "LA", "P", "RGB", "RGBA", "I;16") else "image.tif")
+        picture = (
+            PIL.Image.fromarray(noise(0, 6, 5, 3)).convert("L" if mode == "I;16" else "RGB").convert(mode)
+        )
+        path = tmp_path / (
+            "image.png" if mode in ("1", "L", "LA", "P", "RGB", "RGBA", "I;16") else "image.tif"
+        )
         (picture.convert("RGB") if mode == "HSV" else picture).save(path)
         image = read_picture(str(path)).image
         assert image.mode == ("L" if mode in ("1", "L", "LA", "I", "F", "I;16") else "RGB")
@@ -127,7 +141,9 @@ class TestReading:
         undo += [lambda a: np.rot90(a, 1), lambda a: np.rot90(a, 2).T, lambda a: np.rot90(a, 3)]
         exif = PIL.Image.Exif()
         exif[274] = orientation
-        PIL.Image.fromarray(np.ascontiguousarray(undo[orientation](upright))).save(tmp_path / "a.png", exif=exif)
+        PIL.Image.fromarray(np.ascontiguousarray(undo[orientation](upright))).save(
+            tmp_path / "a.png", exif=exif
+        )
         assert np.array_equal(pixels_of(tmp_path / "a.png"), upright)
 
     def test_the_stored_bytes_do_not_turn_the_image_again(self, tmp_path):
@@ -182,7 +198,11 @@ class TestReading:
     def test_duplicates_are_told_by_split(self):
         digests = {"labeled": [5, 6, 7, 7], "unlabeled": [5, 8, 8, 0], "test": [9, 6, 0]}
         found = duplicates({name: np.array(values, np.uint64) for name, values in digests.items()})
-        assert found == [{"labeled": [0], "unlabeled": [0]}, {"labeled": [1], "test": [1]}, {"labeled": [2, 3]}]
+        assert found == [
+            {"labeled": [0], "unlabeled": [0]},
+            {"labeled": [1], "test": [1]},
+            {"labeled": [2, 3]},
+        ]
 
 
 class TestListing:
@@ -244,10 +264,16 @@ class TestListing:
 
     @pytest.mark.parametrize("suffix", ["csv", "parquet"])
     def test_tables_give_labels_and_groups(self, suffix, tmp_path):
-        table = pd.DataFrame({"file_name": ["x/1.png", "2.png"], "label": ["NA", 10], "patient": [1, 2]}).astype(str)
+        table = pd.DataFrame(
+            {"file_name": ["x/1.png", "2.png"], "label": ["NA", 10], "patient": [1, 2]}
+        ).astype(str)
         getattr(table, f"to_{suffix}")(tmp_path / f"t.{suffix}", index=False)
         listing = list_labeled("labeled", tmp_path / f"t.{suffix}", "patient")
-        assert (listing.names, listing.labels, listing.groups) == (["x/1.png", "2.png"], ["NA", "10"], ["1", "2"])
+        assert (listing.names, listing.labels, listing.groups) == (
+            ["x/1.png", "2.png"],
+            ["NA", "10"],
+            ["1", "2"],
+        )
         assert listing.path(0) == str(tmp_path / "x/1.png")
         unlabeled = list_unlabeled("unlabeled", tmp_path / f"t.{suffix}", "patient")
         assert unlabeled.labels == []
@@ -311,7 +337,9 @@ class TestCut:
         parts = cut(labels, groups, self.SHARES, seed=0)
         for label, total in Counter(labels).items():
             for name, share in self.SHARES.items():
-                assert sum(labels[row] == label for row in parts[name]) / total == pytest.approx(share, abs=0.02)
+                assert sum(labels[row] == label for row in parts[name]) / total == pytest.approx(
+                    share, abs=0.02
+                )
 
     def test_a_huge_group_stays_labeled(self):
         groups = ["big"] * 40 + [str(n) for n in range(40, 50)]
@@ -337,9 +365,12 @@ class TestCut:
     def test_copies_stay_together(self, load, sides, tmp_path):
         for number in range(10):
             for copy in "xyz":
-                shutil.copy(sides["labeled"] / f"dog/{number}.png", sides["labeled"] / f"dog/{number}{copy}.png")
+                shutil.copy(
+                    sides["labeled"] / f"dog/{number}.png", sides["labeled"] / f"dog/{number}{copy}.png"
+                )
         data = load(sides)
-        names = [{name[4] for name in part["file_name"] if name[5] in "xyz"} for part in data.values()]  # dog/3x.png
+        # Dog/3x.png.
+        names = [{name[4] for name in part["file_name"] if name[5] in "xyz"} for part in data.values()]
         assert sum(map(len, names)) == 10
         assert folder_report(data)["duplicates"] == []
 
@@ -373,7 +404,8 @@ class TestBuiltSet:
         labels = load({**sides, "labeled": labeled})["labeled"]
         assert labels.features["label"].names == ["1", "9", "10"]
         assert {
-            name.split("/")[0]: label for name, label in zip(labels["file_name"], labels["label"], strict=True)
+            name.split("/")[0]: label
+            for name, label in zip(labels["file_name"], labels["label"], strict=True)
         } == {
             "1": 0,
             "9": 1,
@@ -382,7 +414,9 @@ class TestBuiltSet:
 
     def test_given_splits_are_taken_as_they_are(self, load, sides, tmp_path):
         test = make(tmp_path / "test", {"dog": 1}, start=500)
-        data = load({**sides, "test": test, "validation": make(tmp_path / "v", {"cat": 2, "dog": 1}, start=600)})
+        data = load(
+            {**sides, "test": test, "validation": make(tmp_path / "v", {"cat": 2, "dog": 1}, start=600)}
+        )
         assert {name: len(part) for name, part in data.items()} == {
             "labeled": 30,
             "unlabeled": 7,
@@ -396,11 +430,16 @@ class TestBuiltSet:
         for number in range(48):
             save(tmp_path / f"g/p{number // 4}_{number}.png", number)
         names = [f"p{number // 4}_{number}.png" for number in range(48)]
-        table = {"file_name": names, "label": ["cat", "dog"] * 24, "patient": [name.split("_")[0] for name in names]}
+        table = {
+            "file_name": names,
+            "label": ["cat", "dog"] * 24,
+            "patient": [name.split("_")[0] for name in names],
+        }
         pd.DataFrame(table).to_csv(tmp_path / "g/labels.csv")
         data = load({**sides, "labeled": tmp_path / "g/labels.csv"}, group=group)
         patients = [
-            {name.split("_")[0] for name in data[split]["file_name"]} for split in ("labeled", "validation", "test")
+            {name.split("_")[0] for name in data[split]["file_name"]}
+            for split in ("labeled", "validation", "test")
         ]
         assert sum(map(len, patients)) == 12
         assert [len(data[split]) for split in ("labeled", "validation", "test")] == [36, 4, 8]

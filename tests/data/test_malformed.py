@@ -50,7 +50,9 @@ def header(width: int, height: int, depth: int = 8) -> bytes:
 
 @functools.cache
 def bomb(width: int, height: int) -> bytes:
-    """A complete black PNG with one bit per pixel: a few kilobytes that PIL would decode to one byte per pixel."""
+    """A complete black PNG with one bit per pixel: a few kilobytes that PIL would decode to one byte per
+    pixel.
+    """
     packer = zlib.compressobj(1)
     row = bytes(1 + (width + 7) // 8)
     data = b"".join(packer.compress(row * 100) for _ in range(height // 100)) + packer.flush()
@@ -76,8 +78,14 @@ BROKEN = {
     "words.jpg": (b"not an image\n", "it is no image of a known format"),
     "random.jpg": (np.random.default_rng(0).bytes(5000), "it is no image of a known format"),
     "zeros.tif": (bytes(5000), "it is no image of a known format"),
-    "drawing.png": (b"<?xml version='1.0'?><svg xmlns='http://www.w3.org/2000/svg'/>", "it is no image of a known"),
-    "program.png": (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\n", "it is no image of a known"),
+    "drawing.png": (
+        b"<?xml version='1.0'?><svg xmlns='http://www.w3.org/2000/svg'/>",
+        "it is no image of a known",
+    ),
+    "program.png": (
+        b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\n",
+        "it is no image of a known",
+    ),
     "document.tif": (b"%PDF-1.7\n", "it is no image of a known format"),
     "archive.jpg": (archive(), "it is no image of a known format"),
     "photoshop.png": (b"8BPS\0\1" + bytes(100), "it is no image of a known format"),
@@ -98,7 +106,10 @@ BROKEN = {
     "nonsense size.ppm": (b"P6 -3 cat 255\n", "."),
     "offset.tif": (b"II*\0\xff\xff\xff\x7f" + bytes(100), "."),
     "bomb.png": (lambda path: path.write_bytes(bomb(30_000, 30_000)), "it has more than 89,478,485 pixels"),
-    "small bomb.png": (lambda path: path.write_bytes(bomb(12_000, 10_000)), "it has more than 89,478,485 pixels"),
+    "small bomb.png": (
+        lambda path: path.write_bytes(bomb(12_000, 10_000)),
+        "it has more than 89,478,485 pixels",
+    ),
     "bomb.gif": (b"GIF89a\xff\xff\xff\xff\0\0\0" + bytes(50), "."),
     "bomb.ppm": (b"P6 30000 30000 255\n", "it has more than 89,478,485 pixels"),
     "bomb.bmp": (
@@ -109,7 +120,10 @@ BROKEN = {
         header(4, 4) + chunk(b"zTXt", b"k\0\0" + zlib.compress(bytes(10**8))) + image("PNG")[33:],
         "Decompressed data too large",
     ),
-    "link to nowhere.png": (lambda path: path.symlink_to(path.parent / "gone.png"), "it is a link to nowhere"),
+    "link to nowhere.png": (
+        lambda path: path.symlink_to(path.parent / "gone.png"),
+        "it is a link to nowhere",
+    ),
     "link to itself.png": (lambda path: path.symlink_to(path), "Too many levels of symbolic links"),
     "link to a device.png": (lambda path: path.symlink_to("/dev/zero"), "it is not a file"),
     "pipe.png": (os.mkfifo, "it is not a file"),
@@ -275,7 +289,10 @@ ROWS = "file_name,label\ncat/1.png,a\ncat/3.png,a\ncat/5.png,a\ndog/0.png,b\ndog
 REFUSED = {
     "no labeled side": (lambda s: without(s, "labeled"), "^labeled is not given; expected"),
     "no unlabeled side": (lambda s: without(s, "unlabeled"), "^unlabeled is not given; expected"),
-    "a missing labeled folder": (lambda s: {**s, "labeled": "nowhere"}, "^labeled is nowhere, which is missing; exp"),
+    "a missing labeled folder": (
+        lambda s: {**s, "labeled": "nowhere"},
+        "^labeled is nowhere, which is missing; exp",
+    ),
     "an image as labeled side": (
         lambda s: {**s, "labeled": s["labeled"] / "cat/1.png"},
         r"^labeled is .*/cat/1\.png, which is no folder; expected a folder with one sub-folder of images per class",
@@ -285,12 +302,18 @@ REFUSED = {
         r"^labeled is \['a', 'b'\], but expected one folder",
     ),
     "a number as labeled side": (lambda s: {**s, "labeled": 3}, "^labeled is 3, but expected one folder"),
-    "a glob as labeled side": (lambda s: {**s, "labeled": f"{s['labeled']}/*"}, r"labeled/\*, which is missing"),
+    "a glob as labeled side": (
+        lambda s: {**s, "labeled": f"{s['labeled']}/*"},
+        r"labeled/\*, which is missing",
+    ),
     "labeled images without classes": (
         lambda s: {**s, "labeled": s["unlabeled"], "unlabeled": s["labeled"]},
         r"^Images such as 0\.jpg lie directly in .*pile, but expected one sub-folder per class: move them",
     ),
-    "an image beside the classes": (lambda s: with_file(s, "labeled/x.png"), r"^Images such as x\.png lie directly"),
+    "an image beside the classes": (
+        lambda s: with_file(s, "labeled/x.png"),
+        r"^Images such as x\.png lie directly",
+    ),
     "an empty labeled folder": (only, "^labeled is .*, where no image was found; passed over: nothing"),
     "text for images": (
         lambda s: with_file(only(s), "labeled/a.txt"),
@@ -300,33 +323,54 @@ REFUSED = {
         lambda s: with_file(s, "labeled/owl/a.txt"),
         "^The class folder owl in .* has no image: fill or",
     ),
-    "a class of hidden files": (lambda s: with_file(s, "labeled/owl/._1.png"), "^The class folder owl in .* has no"),
+    "a class of hidden files": (
+        lambda s: with_file(s, "labeled/owl/._1.png"),
+        "^The class folder owl in .* has no",
+    ),
     "one class": (lambda s: moved(s, "cat"), "^labeled has one class, cat, but expected at least two"),
     "classes that differ in case": (
         lambda s: moved(s, "Cat cat dog"),
         "^labeled has the classes 'Cat' and 'cat', which",
     ),
-    "classes that differ in accents": (composed, "^labeled has the classes .* and .*, which differ only in writing"),
+    "classes that differ in accents": (
+        composed,
+        "^labeled has the classes .* and .*, which differ only in writing",
+    ),
     "one image per class": (
         lambda s: only(s, "cat/1.png", "dog/1.png"),
         "^Cutting validation and test from labeled needs 3 different images of every class, but '...' has 1: add ",
     ),
     "copies of one image": (copied, "needs 3 different images of every class, but 'cat' has 1: add images"),
-    "one patient per class": (lambda s: {**s, "group": "(cat|dog)"}, "needs 3 groups of every class, but '...' has 1"),
+    "one patient per class": (
+        lambda s: {**s, "group": "(cat|dog)"},
+        "needs 3 groups of every class, but '...' has 1",
+    ),
     "the same folder twice": (
         lambda s: {**s, "unlabeled": s["labeled"]},
         "^labeled and unlabeled are both .*labeled, but",
     ),
-    "a link to the same folder": (linked, "^labeled and test are both .*alias, but expected a folder of its own"),
-    "a missing pile": (lambda s: {**s, "unlabeled": "nowhere"}, "^unlabeled is nowhere, which is missing; expected"),
+    "a link to the same folder": (
+        linked,
+        "^labeled and test are both .*alias, but expected a folder of its own",
+    ),
+    "a missing pile": (
+        lambda s: {**s, "unlabeled": "nowhere"},
+        "^unlabeled is nowhere, which is missing; expected",
+    ),
     "a missing pile among others": (
         lambda s: {**s, "unlabeled": [s["unlabeled"], "no"]},
         "^unlabeled is no, which is",
     ),
-    "an image for a pile": (lambda s: {**s, "unlabeled": s["unlabeled"] / "0.jpg"}, r"0\.jpg, which is no folder"),
+    "an image for a pile": (
+        lambda s: {**s, "unlabeled": s["unlabeled"] / "0.jpg"},
+        r"0\.jpg, which is no folder",
+    ),
     "an empty pile": (lambda s: {**s, "unlabeled": []}, r"^unlabeled is \[\], but expected a folder"),
     "a number for a pile": (lambda s: {**s, "unlabeled": 7}, "^unlabeled is 7, but expected a folder"),
-    "a glob without a match": (lambda s: {**s, "unlabeled": f"{s['unlabeled']}/*.tif"}, "where no image was found"),
+    "a glob without a match": (
+        lambda s: {**s, "unlabeled": f"{s['unlabeled']}/*.tif"},
+        "where no image was found",
+    ),
     "a pile of broken files": (
         unreadable_pile,
         r"^None of the 3 unlabeled files can be read, such as 0\.jpg: it is empty\.$",
@@ -343,15 +387,24 @@ REFUSED = {
         lambda s: table(s, "file_name\na.png\n"),
         "columns file_name, but expected one called lab",
     ),
-    "a pile's table without file names": (lambda s: table(s, "x\na.png\n", "unlabeled"), "one called file_name"),
+    "a pile's table without file names": (
+        lambda s: table(s, "x\na.png\n", "unlabeled"),
+        "one called file_name",
+    ),
     "a table with semicolons": (
         lambda s: table(s, "file_name;label\na.png;b\n"),
         "columns file_name;label, but expected",
     ),
     "an empty table": (lambda s: table(s, ""), r"table\.csv cannot be read as a table: No columns to parse"),
     "a table without rows": (lambda s: table(s, "file_name,label\n"), "where no image was found"),
-    "a table of bytes": (lambda s: table(s, bytes(range(256)) * 9), "table.csv (cannot be read|has the columns)"),
-    "a ragged table": (lambda s: table(s, ROWS + "a,b,c,d\n"), "cannot be read as a table: Error tokenizing data"),
+    "a table of bytes": (
+        lambda s: table(s, bytes(range(256)) * 9),
+        "table.csv (cannot be read|has the columns)",
+    ),
+    "a ragged table": (
+        lambda s: table(s, ROWS + "a,b,c,d\n"),
+        "cannot be read as a table: Error tokenizing data",
+    ),
     "a table without a label": (
         lambda s: table(s, ROWS + "x.png,\n"),
         "^Row 6 of .*table.csv has no label: fill it or",
@@ -360,7 +413,10 @@ REFUSED = {
         lambda s: table(s, ROWS + " ,a\n"),
         "^Row 6 of .*table.csv has no file_name: fill it or",
     ),
-    "a file named twice": (lambda s: table(s, ROWS + "./cat/1.png,b\n"), r"names cat/1\.png 2 times: keep one row"),
+    "a file named twice": (
+        lambda s: table(s, ROWS + "./cat/1.png,b\n"),
+        r"names cat/1\.png 2 times: keep one row",
+    ),
     "a labeled file that is missing": (
         lambda s: table(s, ROWS + "gone.png,b\n"),
         r"^The labeled image .*/labeled/gone\.png cannot be read: it does not exist\. Repair",
@@ -397,14 +453,23 @@ REFUSED = {
         lambda s: {**s, "image_size": 0},
         "^image_size is 0, but expected a number of pixels, or two",
     ),
-    "a size in words": (lambda s: {**s, "image_size": "32x32"}, "^image_size is '32x32', but expected a number"),
-    "a size of three": (lambda s: {**s, "image_size": [3, 32, 32]}, r"^image_size is \[3, 32, 32\], but expected"),
+    "a size in words": (
+        lambda s: {**s, "image_size": "32x32"},
+        "^image_size is '32x32', but expected a number",
+    ),
+    "a size of three": (
+        lambda s: {**s, "image_size": [3, 32, 32]},
+        r"^image_size is \[3, 32, 32\], but expected",
+    ),
     "a negative seed": (lambda s: {**s, "seed": -1}, "^seed is -1, but expected a whole number from 0"),
     "shares of everything": (
         lambda s: {**s, "test_share": 0.9},
         "^validation_share is 0.1 and test_share 0.9, but exp",
     ),
-    "a share in words": (lambda s: {**s, "test_share": "half"}, "^validation_share is 0.1 and test_share 'half', but"),
+    "a share in words": (
+        lambda s: {**s, "test_share": "half"},
+        "^validation_share is 0.1 and test_share 'half', but",
+    ),
     "a misspelt setting": (
         lambda s: {**s, "unlabelled": "x"},
         "^Unknown setting of folders 'unlabelled'. Did you mean unl",
@@ -419,7 +484,9 @@ def test_what_cannot_work_is_refused_in_one_sentence(name, refused, sides):
 
 
 def test_a_table_of_the_pile_may_name_files_that_are_missing(load, sides):
-    names = "file_name\n../pile/0.jpg\ngone.png\n/gone/too.png\nnul\0.png\n" + str(sides["unlabeled"] / "1.jpg")
+    names = "file_name\n../pile/0.jpg\ngone.png\n/gone/too.png\nnul\0.png\n" + str(
+        sides["unlabeled"] / "1.jpg"
+    )
     data = load(table(sides, names, "unlabeled"))
     assert len(data["unlabeled"]) == 2
     report = folder_report(data)

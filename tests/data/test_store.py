@@ -22,8 +22,8 @@ import PIL.Image
 import pytest
 import torch
 
-from hf_fixastep.data import Images, PairedLoader, load_dataset, store, streams
-from tests.runs import make_trainer, tiny_wide_resnet, train
+from hf_fixastep.data import Images, PairedLoader, images, load_dataset, store
+from tests.short_runs import make_trainer, tiny_wide_resnet, train
 
 
 COUNT = 40
@@ -36,15 +36,17 @@ fork = multiprocessing.get_context("fork")
 
 @pytest.fixture(autouse=True)
 def everything_is_large(monkeypatch):
-    monkeypatch.setattr(streams, "IN_MEMORY_BYTES", 0)
+    monkeypatch.setattr(images, "IN_MEMORY_BYTES", 0)
 
 
 @pytest.fixture
 def decoded(monkeypatch) -> list[int]:
     """Rows in the order in which they are decoded."""
     rows: list[int] = []
-    before = streams._open
-    monkeypatch.setattr(streams, "_open", lambda value, mode, row: rows.append(row) or before(value, mode, row))
+    before = images._open
+    monkeypatch.setattr(
+        images, "_open", lambda value, mode, row: rows.append(row) or before(value, mode, row)
+    )
     return rows
 
 
@@ -80,10 +82,10 @@ def leave_no_partial(folder: Path) -> bool:
 
 def in_memory(split: datasets.Dataset, size: tuple[int, int], **settings: Any) -> Images:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(streams, "IN_MEMORY_BYTES", 2**30)
-        images = Images.from_dataset(split, size, **settings)
-    assert images.file is None
-    return images
+        patch.setattr(images, "IN_MEMORY_BYTES", 2**30)
+        found = Images.from_dataset(split, size, **settings)
+    assert found.file is None
+    return found
 
 
 class Child:
@@ -146,9 +148,9 @@ class TestContent:
         assert content[4096:] == expected().tobytes()
 
     def test_small_sets_stay_in_memory(self, split, tmp_path, monkeypatch):
-        monkeypatch.setattr(streams, "IN_MEMORY_BYTES", COUNT * ROW)
+        monkeypatch.setattr(images, "IN_MEMORY_BYTES", COUNT * ROW)
         assert Images.from_dataset(split, SIZE).file is None
-        monkeypatch.setattr(streams, "IN_MEMORY_BYTES", COUNT * ROW - 1)
+        monkeypatch.setattr(images, "IN_MEMORY_BYTES", COUNT * ROW - 1)
         assert Images.from_dataset(split, SIZE).file is not None
 
     def test_an_empty_set_stays_in_memory(self):
@@ -322,7 +324,7 @@ class TestDamage:
 class TestSeveralProcesses:
     def test_two_that_start_at_once_decode_once(self, split, tmp_path, monkeypatch):
         decoded, start = fork.Value("i", 0), fork.Barrier(2)
-        before = streams._open
+        before = images._open
 
         def count(value: Any, mode: Any, row: int) -> PIL.Image.Image:
             with decoded.get_lock():
@@ -335,7 +337,7 @@ class TestSeveralProcesses:
             images = Images.from_dataset(split, SIZE)
             return images.pixels.numpy().copy(), images.file.path.stat().st_ino
 
-        monkeypatch.setattr(streams, "_open", count)
+        monkeypatch.setattr(images, "_open", count)
         results = [child.result() for child in [Child(build), Child(build)]]
         assert all(np.array_equal(pixels, expected()) for pixels, _ in results)
         assert results[0][1] == results[1][1]
@@ -344,7 +346,7 @@ class TestSeveralProcesses:
 
     def test_a_killed_builder_leaves_nothing_that_is_used(self, split, tmp_path, monkeypatch, decoded):
         half = fork.Event()
-        before = streams._open
+        before = images._open
 
         def stop_half_way(value: Any, mode: Any, row: int) -> PIL.Image.Image:
             if row == COUNT // 2:
@@ -353,10 +355,11 @@ class TestSeveralProcesses:
             return before(value, mode, row)
 
         with monkeypatch.context() as patch:
-            patch.setattr(streams, "_open", stop_half_way)
+            patch.setattr(images, "_open", stop_half_way)
             builder = Child(Images.from_dataset, split, SIZE)
             assert half.wait(20)
-        waiting = Child(lambda: Images.from_dataset(split, SIZE).pixels.numpy().copy())  # must not wait for ever
+        # Must not wait for ever.
+        waiting = Child(lambda: Images.from_dataset(split, SIZE).pixels.numpy().copy())
         time.sleep(0.2)
         assert [path.suffix for path in pixel_files(tmp_path / "set")] == [".partial"]
         os.kill(builder.process.pid, signal.SIGKILL)
@@ -374,7 +377,9 @@ class TestSeveralProcesses:
     def test_a_file_in_use_is_small_to_send(self, split):
         images = Images.from_dataset(split, SIZE)
         large = Images.from_dataset(datasets.concatenate_datasets([split] * 9), SIZE)
-        unlabeled = [Images.from_dataset(part.remove_columns("label"), SIZE) for part in (split, split.select([1, 2]))]
+        unlabeled = [
+            Images.from_dataset(part.remove_columns("label"), SIZE) for part in (split, split.select([1, 2]))
+        ]
         assert len(pickle.dumps(large)) - len(pickle.dumps(images)) < 8 * len(large) + 100  # the labels
         assert abs(len(pickle.dumps(unlabeled[0])) - len(pickle.dumps(unlabeled[1]))) < 100
         again = pickle.loads(pickle.dumps(images))
@@ -469,12 +474,18 @@ class TestDisk:
         (tmp_path / "file").touch()
         monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "file" / "cache")
         held = datasets.Dataset.from_dict(split[:], FEATURES)
-        with pytest.raises(OSError, match=r"need up to 7,696 bytes in .*file/cache, which failed \(Not a directory\)"):
+        with pytest.raises(
+            OSError, match=r"need up to 7,696 bytes in .*file/cache, which failed \(Not a directory\)"
+        ):
             Images.from_dataset(held, SIZE)
 
     def test_too_little_room_is_seen_before_decoding(self, split, tmp_path, monkeypatch, decoded):
-        monkeypatch.setattr(store.shutil, "disk_usage", lambda folder: shutil._ntuple_diskusage(9999, 2304, 7695))
-        with pytest.raises(OSError, match=r"need 7,696 bytes in .*set, which failed \(No space left on device\)"):
+        monkeypatch.setattr(
+            store.shutil, "disk_usage", lambda folder: shutil._ntuple_diskusage(9999, 2304, 7695)
+        )
+        with pytest.raises(
+            OSError, match=r"need 7,696 bytes in .*set, which failed \(No space left on device\)"
+        ):
             Images.from_dataset(split, SIZE)
         assert decoded == [0]
         assert not pixel_files(tmp_path / "set")
@@ -510,7 +521,7 @@ class TestDisk:
         def interrupt(value: Any, mode: Any, row: int) -> None:
             raise KeyboardInterrupt
 
-        monkeypatch.setattr(streams, "_open", interrupt)
+        monkeypatch.setattr(images, "_open", interrupt)
         with pytest.raises(KeyboardInterrupt):
             Images.from_dataset(split, SIZE)
         assert not pixel_files(tmp_path / "set")

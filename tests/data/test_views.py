@@ -106,7 +106,9 @@ def test_operation_gives_pillows_pixels_at_every_level_and_sign(
     for level in range(1, 10):
         for sign in (-1, 1) if name in SIGNED else (1,):
             found = apply_op(images, name, level, sign)
-            expected = [from_pillow(pillow_operation(to_pillow(image), name, level, sign)) for image in images]
+            expected = [
+                from_pillow(pillow_operation(to_pillow(image), name, level, sign)) for image in images
+            ]
             assert torch.equal(found, torch.stack(expected)), f"level {level}, sign {sign}"
 
 
@@ -128,7 +130,9 @@ def test_operation_leaves_its_input_alone(name: str) -> None:
 def test_sign_turns_only_geometric_operations() -> None:
     images = make_images(4, 3, 32, 32)
     turned = {
-        name for name in OPERATIONS if not torch.equal(apply_op(images, name, 5, -1), apply_op(images, name, 5, 1))
+        name
+        for name in OPERATIONS
+        if not torch.equal(apply_op(images, name, 5, -1), apply_op(images, name, 5, 1))
     }
     assert turned == set(SIGNED)
 
@@ -176,7 +180,9 @@ def test_crop_offsets_cover_the_whole_padding_of_each_side() -> None:
 
 
 def test_half_of_the_images_are_flipped() -> None:
-    assert RAW.draw_weak(torch.Size((10_000, 3, 8, 8)), seeded()).flips.float().mean() == pytest.approx(0.5, abs=0.025)
+    assert RAW.draw_weak(torch.Size((10_000, 3, 8, 8)), seeded()).flips.float().mean() == pytest.approx(
+        0.5, abs=0.025
+    )
 
 
 def test_without_flip_no_image_is_flipped() -> None:
@@ -206,7 +212,9 @@ def test_strong_view_is_pillow_carried_out_image_by_image(size: tuple[int, int],
         for turn in range(2):
             if plan.applied[turn, index]:
                 name = OPERATIONS[plan.operations[turn, index]]
-                drawn = pillow_operation(drawn, name, int(plan.levels[turn, index]), int(plan.signs[turn, index]))
+                drawn = pillow_operation(
+                    drawn, name, int(plan.levels[turn, index]), int(plan.signs[turn, index])
+                )
         y, x = (int(max(0, middle - side / 2)) for middle in plan.centers[index].tolist())
         drawn = drawn.copy()
         ImageDraw.Draw(drawn).rectangle((x, y, x + side, y + side), 127 if channels == 1 else (127, 127, 127))
@@ -216,7 +224,9 @@ def test_strong_view_is_pillow_carried_out_image_by_image(size: tuple[int, int],
 
 
 def test_levels_are_one_to_nine_and_equally_likely() -> None:
-    levels, counts = RAW.draw_strong(torch.Size((18_000, 3, 8, 8)), seeded()).levels.unique(return_counts=True)
+    levels, counts = RAW.draw_strong(torch.Size((18_000, 3, 8, 8)), seeded()).levels.unique(
+        return_counts=True
+    )
     assert levels.tolist() == list(range(1, 10))
     assert (counts - 4000).abs().max() < 300  # five standard deviations
 
@@ -261,7 +271,9 @@ def test_every_strong_view_has_a_box_around_its_center() -> None:
 
 def test_box_equals_a_literal_loop_at_edges_and_elsewhere() -> None:
     images = torch.zeros(40, 3, 20, 28, dtype=torch.uint8)
-    edges = torch.tensor([[y, x] for y in (0.0, 4.9, 5.0, 19.99) for x in (0.0, 5.1, 27.99)], dtype=torch.float64)
+    edges = torch.tensor(
+        [[y, x] for y in (0.0, 4.9, 5.0, 19.99) for x in (0.0, 5.1, 27.99)], dtype=torch.float64
+    )
     random = torch.rand(28, 2, generator=seeded(), dtype=torch.float64) * torch.tensor([20, 28])
     centers = torch.cat([edges, random])
     for side in (1, 9, 10, 40):
@@ -281,7 +293,8 @@ def test_box_of_side_16_covers_17_pixels_and_is_cut_only_at_the_right_and_below(
 
 
 @pytest.mark.parametrize(
-    ("cutout", "size", "side"), [(0.5, (32, 32), 16), (0.5, (112, 112), 56), (0.5, (28, 20), 10), (16, (112, 112), 16)]
+    ("cutout", "size", "side"),
+    [(0.5, (32, 32), 16), (0.5, (112, 112), 56), (0.5, (28, 20), 10), (16, (112, 112), 16)],
 )
 def test_cutout_is_a_share_of_the_shorter_side_below_one_and_pixels_above(
     cutout: float, size: tuple[int, int], side: int
@@ -371,7 +384,8 @@ def test_views_are_contiguous_and_do_not_depend_on_the_memory_format_of_the_imag
 
 
 def test_views_never_read_the_device() -> None:
-    images = torch.empty(448, 3, 32, 32, dtype=torch.uint8, device="meta")  # holds no values: reading one is an error
+    # Holds no values: reading one is an error.
+    images = torch.empty(448, 3, 32, 32, dtype=torch.uint8, device="meta")
     assert {view.device.type for view in RAW(VIEWS, images, seeded()).values()} == {"meta"}
 
 
@@ -390,16 +404,26 @@ def test_unknown_view_is_named_with_the_known_ones() -> None:
 
 @pytest.mark.parametrize(
     "images",
-    [torch.zeros(2, 3, 8, 8), torch.zeros(3, 8, 8, dtype=torch.uint8), torch.zeros(2, 4, 8, 8, dtype=torch.uint8)],
+    [
+        torch.zeros(2, 3, 8, 8),
+        torch.zeros(3, 8, 8, dtype=torch.uint8),
+        torch.zeros(2, 4, 8, 8, dtype=torch.uint8),
+    ],
     ids=["float", "no batch", "four channels"],
 )
 def test_images_that_are_not_a_uint8_batch_are_refused(images: Tensor) -> None:
-    for make in (RAW.plain, lambda images: RAW.weak(images, seeded()), lambda images: RAW.strong(images, seeded())):
+    for make in (
+        RAW.plain,
+        lambda images: RAW.weak(images, seeded()),
+        lambda images: RAW.strong(images, seeded()),
+    ):
         with pytest.raises(ValueError, match=r"expected torch\.uint8 \[N, C, H, W\]"):
             make(images)
 
 
 @pytest.mark.parametrize(("mean", "std"), [((0.5,), (0.5,) * 3), ((0.5,) * 2, (0.5,) * 2)])
-def test_mean_and_std_of_unlike_or_odd_length_are_refused(mean: tuple[float, ...], std: tuple[float, ...]) -> None:
+def test_mean_and_std_of_unlike_or_odd_length_are_refused(
+    mean: tuple[float, ...], std: tuple[float, ...]
+) -> None:
     with pytest.raises(ValueError, match="expected 1 or 3 in both"):
         Views(mean=mean, std=std)

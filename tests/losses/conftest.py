@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hf_fixastep.functional import SemiBatch
 from hf_fixastep.losses import Losses, SemiSupervisedLoss
+from hf_fixastep.step.batch import SemiBatch
 
 
 CLASSES = 3
@@ -82,7 +82,9 @@ def make_batch(labeled: int = 4, unlabeled: int = 6) -> SemiBatch:
     return SemiBatch(images(labeled), y, views, index=index, generator=torch.Generator().manual_seed(2))
 
 
-def prepared(loss: SemiSupervisedLoss, model: nn.Module, unlabeled_rows: int = 6, validation_rows: int = 0) -> Any:
+def prepared(
+    loss: SemiSupervisedLoss, model: nn.Module, unlabeled_rows: int = 6, validation_rows: int = 0
+) -> Any:
     """The loss with its own layers and state, in double precision like the models here."""
     with torch.random.fork_rng():
         torch.manual_seed(3)

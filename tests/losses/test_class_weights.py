@@ -1,4 +1,6 @@
-"""Weights of the classes in the labeled loss: their values, the scale of the loss, and many rows as one batch."""
+"""Weights of the classes in the labeled loss: their values, the scale of the loss, and many rows as one
+batch.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +15,17 @@ from sklearn.utils.class_weight import compute_class_weight
 from torch import Tensor
 
 from hf_fixastep import LOSSES, FixAStepTrainer, Images, get_loss
-from hf_fixastep.functional import class_weights
+from hf_fixastep.losses.functional import class_weights
 from tests.losses.conftest import CLASSES, make_batch, make_model, prepared
-from tests.runs import assert_near, logged, make_trainer, random_images, tiny_vit, train, without_augmentation
+from tests.short_runs import (
+    assert_near,
+    logged,
+    make_trainer,
+    random_images,
+    tiny_vit,
+    train,
+    without_augmentation,
+)
 
 
 COUNTS = (14, 7, 3)  # images per class
@@ -53,7 +63,9 @@ def weighted(logits: Tensor, y: Tensor, weights: Tensor) -> Tensor:
         ((572, 199, 379, 277), (0.134, 0.386, 0.203, 0.277)),
     ],
 )
-def test_weights_are_the_published_ones_of_tmed2(counts: tuple[int, ...], published: tuple[float, ...]) -> None:
+def test_weights_are_the_published_ones_of_tmed2(
+    counts: tuple[int, ...], published: tuple[float, ...]
+) -> None:
     assert class_weights(torch.tensor(counts)).tolist() == pytest.approx(published, abs=5.1e-4)
 
 
@@ -83,7 +95,10 @@ def test_every_row_counts_by_the_weights_of_its_labels(labels: str) -> None:
 
 
 def test_the_weighted_mean_is_that_of_torch_for_hard_labels() -> None:
-    logits, labels = torch.randn(6, 3, generator=torch.Generator().manual_seed(0)), torch.tensor([0, 1, 2, 0, 0, 1])
+    logits, labels = (
+        torch.randn(6, 3, generator=torch.Generator().manual_seed(0)),
+        torch.tensor([0, 1, 2, 0, 0, 1]),
+    )
     loss = get_loss("supervised")
     loss.class_weights, loss.weighted_mean = torch.tensor([0.2, 0.5, 1.7]), True
     expected = F.cross_entropy(logits, labels, weight=loss.class_weights)
@@ -99,7 +114,8 @@ def test_weights_reach_the_labeled_part_of_every_loss_and_no_other(name: str) ->
         losses = loss(make_model(), make_batch(), make_model(seed=1))
         labeled.append(losses.labeled)
         unlabeled.append(losses.unlabeled)
-    if name in ("openmatch", "mtcf"):  # which also tell known from foreign, MTCF at first nothing else, unweighted
+    # Which also tell known from foreign, MTCF at first nothing else, unweighted.
+    if name in ("openmatch", "mtcf"):
         assert labeled[0] <= labeled[1] < 2 * labeled[0]
     else:
         torch.testing.assert_close(labeled[1], 2 * labeled[0])
@@ -122,7 +138,9 @@ def test_weights_are_off_by_default(tmp_path: Path) -> None:
 
 
 def test_equal_classes_train_as_without_weights(tmp_path: Path) -> None:
-    with_weights, without = (train(make_trainer(tmp_path, class_weights=name)) for name in ("balanced", "none"))
+    with_weights, without = (
+        train(make_trainer(tmp_path, class_weights=name)) for name in ("balanced", "none")
+    )
     assert_near(with_weights.raw[-1], without.raw[-1], within=1e-6)
 
 

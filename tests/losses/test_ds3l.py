@@ -20,7 +20,7 @@ from tests.losses.conftest import (
     make_model,
     prepared,
 )
-from tests.runs import tiny_vit
+from tests.short_runs import tiny_vit
 
 
 WEIGHT = 3.0
@@ -70,7 +70,9 @@ def test_the_gradient_of_the_net_is_that_of_finite_differences(mode, model, batc
             values = []
             for sign in (1, -1):
                 moved = copy.deepcopy(loss)
-                dict(moved.named_parameters())[name_of(loss, parameter)].data.view(-1)[position] += sign * size
+                dict(moved.named_parameters())[name_of(loss, parameter)].data.view(-1)[position] += (
+                    sign * size
+                )
                 values.append(loss_ahead(moved, model, batch, mode))
             numeric = (values[0] - values[1]) / (2 * size)
             assert slopes.view(-1)[position].item() == pytest.approx(numeric, rel=1e-4, abs=1e-9)

@@ -28,7 +28,13 @@ EAGER = {  # every row counts, from the first step on
     "uasd": {"threshold": 0.0, "warmup_steps": 0},
     "mtcf": {"warmup_steps": 0, "ramp_steps": 0, "visits": 1},
     "openmatch": {"warmup_steps": 0},
-    "toor": {"threshold": 0.0, "ramp_steps": 0, "adversarial_start": 0, "adversarial_steps": 1, "reversal_start": 0},
+    "toor": {
+        "threshold": 0.0,
+        "ramp_steps": 0,
+        "adversarial_start": 0,
+        "adversarial_steps": 1,
+        "reversal_start": 0,
+    },
 }
 ALL = pytest.mark.parametrize("name", LOSSES)
 BOTH_MODES = pytest.mark.parametrize("mode", MODES)
@@ -158,7 +164,8 @@ def test_a_separable_loss_is_the_sum_of_its_parts(name, model, batch):
 def test_the_two_losses_of_a_loss_have_graphs_that_the_trainer_can_walk(name, mode, model, batch):
     losses = make_loss(name, mode)(model, batch, make_model(seed=1).eval())
     if losses.unlabeled is not None:
-        losses.labeled.backward(retain_graph=mode == "joint")  # separate: apart, so that each is freed at once
+        # Separate: apart, so that each is freed at once.
+        losses.labeled.backward(retain_graph=mode == "joint")
         losses.unlabeled.backward()
 
 

@@ -34,7 +34,10 @@ def test_losses_and_gradients_are_those_of_the_formula(mode, model, teacher, bat
     distance = sum((p - t) ** 2 for p, t in zip(prediction.flatten(), target.flatten(), strict=True))
 
     losses = in_mode(MeanTeacher(), mode)(model, batch, teacher)
-    for value, expected in [(losses.labeled, cross_entropy(batch.y, labeled)), (losses.unlabeled, distance / (6 * 3))]:
+    for value, expected in [
+        (losses.labeled, cross_entropy(batch.y, labeled)),
+        (losses.unlabeled, distance / (6 * 3)),
+    ]:
         torch.testing.assert_close(value, expected)
         torch.testing.assert_close(gradient(value, model), gradient(expected, model))
 
@@ -58,7 +61,9 @@ def test_the_teacher_keeps_its_buffers(mode, model, teacher, batch):
     assert_buffers(teacher, expected)
 
 
-def test_joint_mode_updates_the_running_statistics_with_labeled_and_first_view_together(model, teacher, batch):
+def test_joint_mode_updates_the_running_statistics_with_labeled_and_first_view_together(
+    model, teacher, batch
+):
     expected = buffers_after(model, torch.cat([batch.x, batch.views["weak"]]))
     MeanTeacher()(model, batch, teacher)
     assert_buffers(model, expected)

@@ -5,9 +5,9 @@ import copy
 import pytest
 import torch
 
-from hf_fixastep.functional import mixing_shares
 from hf_fixastep.losses import MixMatch
 from hf_fixastep.losses.mixmatch import interleave
+from hf_fixastep.step.mixing import mixing_shares
 from tests.losses.conftest import (
     MODES,
     PixelModel,

@@ -3,9 +3,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hf_fixastep.functional import mixing_shares
 from hf_fixastep.losses import MTCF
 from hf_fixastep.losses.mtcf import otsu
+from hf_fixastep.step.mixing import mixing_shares
 from tests.losses.conftest import (
     MODES,
     assert_buffers,
@@ -34,7 +34,9 @@ def domain_by_hand(loss, model, batch, mode, scores):
     images = [batch.x, batch.views["weak"]]
     rows = features(model, *images) if mode == "joint" else [features(model, part)[0] for part in images]
     targets = [1.0] * len(batch.x) + [scores[row] for row in batch.index]
-    probabilities = [(row @ loss.domain.weight[0] + loss.domain.bias[0]).sigmoid() for part in rows for row in part]
+    probabilities = [
+        (row @ loss.domain.weight[0] + loss.domain.bias[0]).sigmoid() for part in rows for row in part
+    ]
     terms = [-t * p.log() - (1 - t) * (1 - p).log() for t, p in zip(targets, probabilities, strict=True)]
     return sum(terms) / len(terms), probabilities[len(batch.x) :]
 

@@ -65,7 +65,9 @@ def test_losses_and_gradients_are_those_of_the_formula(mode, model, batch):
         rows = [features(model, part)[0] for part in images]
     answers = [probabilities(loss.one_vs_all.weight, part) for part in rows]
     labeled = cross_entropy(batch.y, logits[0]) + one_vs_all_by_hand(batch.y, answers[0])
-    consistency = sum((a - b) ** 2 for a, b in zip(answers[1].flatten(), answers[2].flatten(), strict=True)) / 6
+    consistency = (
+        sum((a - b) ** 2 for a, b in zip(answers[1].flatten(), answers[2].flatten(), strict=True)) / 6
+    )
     inliers = inliers_by_hand(loss, teacher, batch.views["weak"])
     counted = 0
     fixmatch = torch.zeros((), dtype=torch.float64)
@@ -97,7 +99,8 @@ def test_the_one_vs_all_loss_has_the_label_and_only_the_worst_other_class():
     y = torch.tensor([[1.0, 0, 0]], dtype=torch.float64)
     logits = torch.tensor([[1000.0, 0, 0]], dtype=torch.float64)  # costs nothing
     value = loss.labeled_terms(logits, rows, y)
-    assert value.item() == pytest.approx(-math.log(0.9) - math.log(0.4))  # class 2 is surer to be an inlier than 1
+    # Class 2 is surer to be an inlier than 1.
+    assert value.item() == pytest.approx(-math.log(0.9) - math.log(0.4))
     (slope,) = torch.autograd.grad(value, rows)
     assert (slope != 0).tolist() == [[True, False, True] * 2]
 
@@ -122,7 +125,8 @@ def test_an_inlier_is_chosen_by_the_answer_of_the_predicted_class_alone(model):
     loss = prepared(OpenMatch(), model)
     predicted = model(pixel_values=images).logits.argmax(1)
     assert len(predicted.unique()) > 1
-    for c in range(CLASSES):  # the classifier of class c says inlier, the others outlier; features are positive
+    # The classifier of class c says inlier, the others outlier; features are positive.
+    for c in range(CLASSES):
         loss.averaged.zero_()
         loss.averaged[:CLASSES] = 1
         loss.averaged[c], loss.averaged[CLASSES + c] = 0, 1
@@ -142,7 +146,9 @@ def test_without_an_inlier_there_is_no_fixmatch_term(model, batch):
 @pytest.mark.parametrize(("step", "forwards"), [(4, 3), (5, 4)])
 def test_the_strong_view_waits_for_the_end_of_the_warmup(step, forwards, model, batch):
     batch.step = step
-    losses = in_mode(prepared(OpenMatch(warmup_steps=5), model), "separate")(model, batch, make_model(seed=1).eval())
+    losses = in_mode(prepared(OpenMatch(warmup_steps=5), model), "separate")(
+        model, batch, make_model(seed=1).eval()
+    )
     assert len(model.seen) == forwards
     assert ("mask_rate" in losses.stats) == (step >= 5)
     assert losses.unlabeled > 0

@@ -29,7 +29,10 @@ def test_losses_and_gradients_are_those_of_the_formula(mode, model, batch):
     distance = sum((p - t) ** 2 for p, t in zip(prediction.flatten(), target.flatten(), strict=True))
 
     losses = in_mode(PiModel(), mode)(model, batch, None)
-    for value, expected in [(losses.labeled, cross_entropy(batch.y, labeled)), (losses.unlabeled, distance / (6 * 3))]:
+    for value, expected in [
+        (losses.labeled, cross_entropy(batch.y, labeled)),
+        (losses.unlabeled, distance / (6 * 3)),
+    ]:
         torch.testing.assert_close(value, expected)
         torch.testing.assert_close(gradient(value, model), gradient(expected, model))
 

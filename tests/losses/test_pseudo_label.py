@@ -38,7 +38,10 @@ def test_losses_and_gradients_are_those_of_the_formula(mode, multiplier, model, 
     assert 0 < len(kept) < len(rows)
 
     losses = in_mode(PseudoLabel(THRESHOLD, multiplier), mode)(model, batch, None)
-    pairs = [(losses.labeled, cross_entropy(batch.y, labeled)), (losses.unlabeled, -multiplier * sum(kept) / 6)]
+    pairs = [
+        (losses.labeled, cross_entropy(batch.y, labeled)),
+        (losses.unlabeled, -multiplier * sum(kept) / 6),
+    ]
     for value, expected in pairs:
         torch.testing.assert_close(value, expected)
         torch.testing.assert_close(gradient(value, model), gradient(expected, model))

@@ -21,7 +21,14 @@ from tests.losses.conftest import (
 )
 
 
-AVERAGES = [[0.9, 0.0, 0.1], [0.3, 0.2, 0.2], [0.1, 0.7, 0.1], [0.4, 0.4, 0.2], [0.2, 0.2, 0.2], [0.0, 0.0, 0.61]]
+AVERAGES = [
+    [0.9, 0.0, 0.1],
+    [0.3, 0.2, 0.2],
+    [0.1, 0.7, 0.1],
+    [0.4, 0.4, 0.2],
+    [0.2, 0.2, 0.2],
+    [0.0, 0.0, 0.61],
+]
 
 
 class Reversal(torch.autograd.Function):
@@ -77,7 +84,10 @@ def test_losses_and_gradients_are_those_of_the_formula(mode, model, batch):
 
     scores = [max(AVERAGES[row]) for row in batch.index]
     known = [score > 0.6 for score in scores]
-    pi = sum(((second[i].softmax(0) - weak[i].detach().softmax(0)) ** 2).mean() for i in range(6) if known[i]) / 6
+    pi = (
+        sum(((second[i].softmax(0) - weak[i].detach().softmax(0)) ** 2).mean() for i in range(6) if known[i])
+        / 6
+    )
     strength = 2 / (1 + math.exp(-10 * 9 / 50)) - 1
     generator = make_batch().generator
     unlabeled = discriminator_by_hand(loss, Reversal.apply(rows, strength), generator)
@@ -116,7 +126,9 @@ def test_the_discriminator_learns_and_the_model_gets_its_gradient_turned_around(
     torch.testing.assert_close(reversed_gradient, -(2 / (1 + math.exp(-5)) - 1) * plain)
 
 
-@pytest.mark.parametrize(("step", "strength"), [(0, 0), (25_000, 0), (26_000, 0.46211716), (35_000, 0.9999092)])
+@pytest.mark.parametrize(
+    ("step", "strength"), [(0, 0), (25_000, 0), (26_000, 0.46211716), (35_000, 0.9999092)]
+)
 def test_the_reversal_grows_as_in_the_official_code(step, strength):
     assert TOOR().reversal(step) == pytest.approx(strength)
 

@@ -27,7 +27,8 @@ def test_three_steps_are_those_of_a_literal_loop(mode):
     loss = in_mode(prepared(UASD(threshold=0.7, warmup_steps=0), make_model(), unlabeled_rows=8), mode)
     sums = {row: [0.0] * CLASSES for row in range(8)}
     kept_rows = set()
-    for step, index in enumerate([[0, 1, 2, 3, 4, 5], [5, 4, 3, 2, 1, 0], [1, 1, 6, 0, 4, 3]]):  # row 1 twice at last
+    # Row 1 twice at last.
+    for step, index in enumerate([[0, 1, 2, 3, 4, 5], [5, 4, 3, 2, 1, 0], [1, 1, 6, 0, 4, 3]]):
         model, batch = make_model(seed=step // 2), make_batch()
         batch.index = torch.tensor(index)
         if mode == "joint":
@@ -36,7 +37,9 @@ def test_three_steps_are_those_of_a_literal_loop(mode):
             (labeled,), (weak,) = forward(model, batch.x), forward(model, batch.views["weak"])
         kept = []
         for row, logits in zip(index, weak, strict=True):
-            target = torch.tensor([value / max(sum(sums[row]), 1) for value in sums[row]], dtype=torch.float64)
+            target = torch.tensor(
+                [value / max(sum(sums[row]), 1) for value in sums[row]], dtype=torch.float64
+            )
             if max(target) >= 0.7:
                 kept.append(soft_cross_entropy(target, logits))
                 kept_rows.add(row)
@@ -47,7 +50,9 @@ def test_three_steps_are_those_of_a_literal_loop(mode):
         for row, logits in zip(index, weak, strict=True):
             sums[row] = [s + p for s, p in zip(sums[row], logits.softmax(-1).tolist(), strict=True)]
     assert 0 < len(kept_rows) < 6
-    torch.testing.assert_close(loss.sums, torch.tensor(list(sums.values()), dtype=torch.float64), atol=1e-6, rtol=0)
+    torch.testing.assert_close(
+        loss.sums, torch.tensor(list(sums.values()), dtype=torch.float64), atol=1e-6, rtol=0
+    )
 
 
 def test_an_image_that_was_never_seen_does_not_count(model, batch):

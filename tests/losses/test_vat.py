@@ -86,7 +86,9 @@ def test_losses_and_gradients_are_those_of_the_formula(mode, reverse_kl, safe, m
     change = sum(kl(c, m) for c, m in zip(clean, moved, strict=True)) / len(images)
     direction = normalize(torch.autograd.grad(change, noise)[0])
     perturbed = forward_of(model, images + eps * direction)
-    pairs = [(p, c) if reverse_kl else (c, p) for p, c in list(zip(perturbed, clean, strict=True))[-len(weak) :]]
+    pairs = [
+        (p, c) if reverse_kl else (c, p) for p, c in list(zip(perturbed, clean, strict=True))[-len(weak) :]
+    ]
     unlabeled = sum(kl(*pair) for pair in pairs) / len(weak)
     labeled = forward(model, batch.x, weak)[0] if mode == "joint" else forward(model, batch.x)[0]
 
@@ -132,7 +134,8 @@ def test_a_small_gradient_is_shortened_by_the_official_constants_only(model, bat
 @pytest.mark.parametrize("mode", MODES)
 def test_an_image_without_gradient_is_not_moved(safe, mode, plain_model, batch):
     batch.views["weak"][2] = 0
-    plain_model.convolution.bias.data.fill_(-1.0)  # a black image switches every unit off, and xi does not revive one
+    # A black image switches every unit off, and xi does not revive one.
+    plain_model.convolution.bias.data.fill_(-1.0)
     images = torch.cat([batch.x, batch.views["weak"]]) if mode == "joint" else batch.views["weak"]
     losses = in_mode(VAT(safe_normalization=safe), mode)(plain_model, batch, None)
     moved = perturbation(plain_model, images).flatten(1).norm(dim=1)[-6:]
@@ -168,7 +171,8 @@ def test_joint_mode_updates_the_running_statistics_with_the_clean_rows_alone(mod
 @pytest.fixture
 def prepared_model():
     """As accelerate leaves it under bf16."""
-    AcceleratorState._reset_state(reset_partial_state=True)  # a trainer of another test may have set another precision
+    # A trainer of another test may have set another precision.
+    AcceleratorState._reset_state(reset_partial_state=True)
     yield Accelerator(mixed_precision="bf16", cpu=True).prepare_model(make_model().float())
     AcceleratorState._reset_state(reset_partial_state=True)
 
@@ -176,7 +180,9 @@ def prepared_model():
 def test_only_the_main_forward_runs_in_the_precision_of_accelerate(prepared_model, batch):
     to_float32(prepared_model, batch)
     dtypes = []
-    prepared_model.convolution.register_forward_hook(lambda module, inputs, output: dtypes.append(output.dtype))
+    prepared_model.convolution.register_forward_hook(
+        lambda module, inputs, output: dtypes.append(output.dtype)
+    )
     forward_method = prepared_model.forward
     VAT()(prepared_model, batch, None)
     assert dtypes == [torch.bfloat16, torch.float32, torch.float32, torch.float32]

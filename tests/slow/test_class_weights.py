@@ -10,7 +10,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from tests.losses.test_class_weights import skewed
-from tests.runs import assert_near, train
+from tests.short_runs import assert_near, train
 from tests.slow.test_two_processes import launch
 
 

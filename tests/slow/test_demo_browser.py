@@ -10,7 +10,6 @@ import shutil
 import signal
 import subprocess
 import sys
-from pathlib import Path
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -18,7 +17,7 @@ import pytest
 import torch
 from PIL import Image
 
-from tests.runs import tiny_processor, tiny_vit
+from tests.short_runs import tiny_processor, tiny_vit
 
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
@@ -32,13 +31,15 @@ pytestmark = [
 
 HINT = "Drop an image to see its class."
 NAMES = ["cat", "<img src=x onerror=\"window.ran = 'a class name'\">", "long " * 2000]
-DEMO = Path(__file__).parents[2] / "recipes" / "demo.py"
 
 
 @pytest.fixture(scope="module")
 def model():
     model = tiny_vit()
-    model.config.id2label, model.config.label2id = dict(enumerate(NAMES)), {name: at for at, name in enumerate(NAMES)}
+    model.config.id2label, model.config.label2id = (
+        dict(enumerate(NAMES)),
+        {name: at for at, name in enumerate(NAMES)},
+    )
     model.config.calibration = {"temperature": 2.0, "abstain_below": 0.99, "coverage": 0.9}
     return model.eval()
 
@@ -51,7 +52,7 @@ def address(model, tmp_path_factory):
     tiny_processor().save_pretrained(home / "<b>model")
     (home / "uploads").mkdir()
     environment = {**os.environ, "TMPDIR": str(home / "uploads"), "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, str(DEMO), "<b>model"]
+    command = [sys.executable, "-m", "hf_fixastep", "demo", "<b>model"]
     server = subprocess.Popen(command, cwd=home, env=environment, stdout=subprocess.PIPE, text=True)
     try:
         assert server.stdout is not None
@@ -75,7 +76,9 @@ def browser():
         browser.close()
 
 
-@pytest.fixture(params=[("light", 1100), ("dark", 1100), ("light", 380)], ids=lambda value: f"{value[0]}-{value[1]}")
+@pytest.fixture(
+    params=[("light", 1100), ("dark", 1100), ("light", 380)], ids=lambda value: f"{value[0]}-{value[1]}"
+)
 def page(address, browser, request):
     """A fresh tab, which must ask for nothing outside this machine, run nothing and report no error."""
     scheme, width = request.param
@@ -96,7 +99,9 @@ def page(address, browser, request):
     assert {urlsplit(url).netloc for url in asked if urlsplit(url).scheme not in ("data", "blob")} == {
         urlsplit(address).netloc
     }
-    assert page.evaluate("document.querySelectorAll('link[rel=preconnect], link[rel=dns-prefetch]').length") == 0
+    assert (
+        page.evaluate("document.querySelectorAll('link[rel=preconnect], link[rel=dns-prefetch]').length") == 0
+    )
     assert page.evaluate("window.ran") is None
     assert trouble == []
     context.close()
@@ -174,7 +179,9 @@ def test_an_image_gets_its_probabilities(way, page, model):
     way(page, encoded(picture(0)))
     assert rows(page) == expected(model, picture(0))
     assert page.locator("#result img").count() == 0
-    sentence = "Not sure: the highest probability is below 99.0 %, which 90.0 % of the validation images reached."
+    sentence = (
+        "Not sure: the highest probability is below 99.0 %, which 90.0 % of the validation images reached."
+    )
     assert page.inner_text("#result .flag") == sentence
     assert size_of_shown_image(page) == [360, 360]
     page.click("#image button[aria-label='Remove Image']")

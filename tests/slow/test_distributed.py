@@ -1,4 +1,6 @@
-"""One gate on several processes, in every way to launch them. All runs share one launch, for starting takes long."""
+"""One gate on several processes, in every way to launch them. All runs share one launch, for starting takes
+long.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +22,12 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForImageClassification, TrainerCallback
 
 from hf_fixastep import FixAStepTrainer
-from hf_fixastep.data.streams import generator_for
-from hf_fixastep.functional import SemiBatch
-from hf_fixastep.gate import LABELED, UNLABELED
+from hf_fixastep.data.loader import generator_for
 from hf_fixastep.losses.base import Losses
 from hf_fixastep.losses.fixmatch import FixMatch
-from tests.runs import (
+from hf_fixastep.step.batch import SemiBatch
+from hf_fixastep.step.gate import LABELED, UNLABELED
+from tests.short_runs import (
     EAGER,
     assert_equal,
     assert_near,
@@ -97,7 +99,8 @@ class Whole(TrainerCallback):
 
 def whole(model: nn.Module) -> dict[str, Tensor]:
     return {
-        name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in weights(model).items()
+        name: value.full_tensor() if isinstance(value, DTensor) else value
+        for name, value in weights(model).items()
     }
 
 
@@ -108,7 +111,9 @@ def train(trainer: FixAStepTrainer, resume_from_checkpoint: str | None = None) -
     return seen
 
 
-def without_batchnorm(folder: Path, kind: type = FixAStepTrainer, objects: Any = None, **settings: Any) -> Any:
+def without_batchnorm(
+    folder: Path, kind: type = FixAStepTrainer, objects: Any = None, **settings: Any
+) -> Any:
     """Rows do not meet, and there is nothing random: n processes are one with n times the batch."""
     defaults = {
         "loss": "fixmatch",
@@ -186,7 +191,9 @@ def main(folder: Path) -> None:
     rank = int(os.environ["RANK"])
 
     def keep(name: str, state: dict[str, Tensor], **facts: Any) -> None:
-        save_file({key: value.contiguous() for key, value in state.items()}, folder / f"{name}-{rank}.safetensors")
+        save_file(
+            {key: value.contiguous() for key, value in state.items()}, folder / f"{name}-{rank}.safetensors"
+        )
         (folder / f"{name}-{rank}.json").write_text(json.dumps(facts))
 
     def keep_run(name: str, trainer: FixAStepTrainer, checkpoint: str | None = None) -> None:
@@ -221,7 +228,9 @@ def main(folder: Path) -> None:
             keep_run(f"{way}-{loss}-{mode}", trainer)
         trainer.save_model(str(folder / f"{way}-saved"))
         keep(f"{way}-saved", whole(trainer.model))
-        keep_run(f"{way}-whole", with_batchnorm(folder / f"{way}-whole", "mean_teacher", "joint", kind, **RESUMED))
+        keep_run(
+            f"{way}-whole", with_batchnorm(folder / f"{way}-whole", "mean_teacher", "joint", kind, **RESUMED)
+        )
         second = with_batchnorm(folder / f"{way}-other", "mean_teacher", "joint", kind, **RESUMED)
         keep_run(f"{way}-resumed", second, str(folder / f"{way}-whole" / "checkpoint-3"))
 
@@ -230,7 +239,9 @@ def compiled(folder: Path) -> None:
     """In a process of its own: the Trainer leaves the setting in the environment."""
     for mode in MODES:
         run = train(with_batchnorm(folder, "mean_teacher", mode, max_steps=3, torch_compile=True))
-        save_file({name: value.contiguous() for name, value in run.raw.items()}, folder / f"{mode}.safetensors")
+        save_file(
+            {name: value.contiguous() for name, value in run.raw.items()}, folder / f"{mode}.safetensors"
+        )
 
 
 def evaluations(trainer: FixAStepTrainer) -> list[float]:
@@ -266,14 +277,18 @@ def alone(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 def test_one_process_in_four_parts_is_one_at_once(alone: tuple[str, Any, Whole], tmp_path: Path) -> None:
     gate, whole_run, expected = alone
-    trainer = without_batchnorm(tmp_path, gate=gate, per_device_train_batch_size=4, gradient_accumulation_steps=4)
+    trainer = without_batchnorm(
+        tmp_path, gate=gate, per_device_train_batch_size=4, gradient_accumulation_steps=4
+    )
     assert_near(train(trainer).raw, expected.raw)
     assert logged(trainer, "gate/open") == logged(whole_run, "gate/open")
     assert set(logged(trainer, "gate/open")) == {0.0, 1.0}
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_two_processes_are_one_with_twice_the_batch(way: str, alone: tuple[str, Any, Whole], launched: Path) -> None:
+def test_two_processes_are_one_with_twice_the_batch(
+    way: str, alone: tuple[str, Any, Whole], launched: Path
+) -> None:
     gate, trainer, expected = alone
     for rank in (0, 1):
         assert facts(launched, f"{way}-{gate}", rank)["gate/open"] == logged(trainer, "gate/open")
@@ -295,12 +310,16 @@ def test_the_log_of_two_processes_is_that_of_one(
 
 @pytest.mark.parametrize("way", ["ddp", "fsdp"])
 @pytest.mark.parametrize("gate", OTHER_GATES)
-def test_the_other_gates_do_the_same_on_two_processes(gate: str, way: str, launched: Path, tmp_path: Path) -> None:
+def test_the_other_gates_do_the_same_on_two_processes(
+    gate: str, way: str, launched: Path, tmp_path: Path
+) -> None:
     trainer = without_batchnorm(tmp_path, gate=gate, max_steps=6, per_device_train_batch_size=16)
     assert_near(kept(launched, f"{way}-{gate}"), train(trainer).raw)
     # The keys' bias of an attention has no gradient but rounding, so its own gate is a toss of a coin.
     one_tensor = 1.1 / len(list(trainer.model.parameters()))
-    assert facts(launched, f"{way}-{gate}")["gate/open"] == pytest.approx(logged(trainer, "gate/open"), abs=one_tensor)
+    assert facts(launched, f"{way}-{gate}")["gate/open"] == pytest.approx(
+        logged(trainer, "gate/open"), abs=one_tensor
+    )
 
 
 @pytest.mark.parametrize("way", ["ddp", "fsdp"])
@@ -331,7 +350,9 @@ def test_an_interrupted_run_resumes_to_the_bit(way: str, launched: Path) -> None
     """Inside an epoch, with a worker, in parts of a step."""
     for what in ("", "-average"):
         for rank in (0, 1):
-            assert_equal(kept(launched, f"{way}-resumed{what}", rank), kept(launched, f"{way}-whole{what}", rank))
+            assert_equal(
+                kept(launched, f"{way}-resumed{what}", rank), kept(launched, f"{way}-whole{what}", rank)
+            )
     evaluated = [facts(launched, f"{way}-{run}-average")["evaluated"] for run in ("resumed", "whole")]
     assert evaluated[0] == evaluated[1]
 
@@ -382,7 +403,9 @@ def test_bf16_on_two_processes_is_near_float32(launched: Path) -> None:
 
 def test_a_compiled_model_trains_to_the_same_weights(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.slow.test_distributed", str(tmp_path), "compiled"]
-    result = subprocess.run(command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, stderr=subprocess.PIPE)
+    result = subprocess.run(
+        command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, stderr=subprocess.PIPE
+    )
     assert result.returncode == 0, result.stderr[-3000:]
     for mode in MODES:
         expected = train(with_batchnorm(tmp_path, "mean_teacher", mode, max_steps=3)).raw

@@ -25,7 +25,7 @@ from transformers import TrainerCallback
 
 from hf_fixastep import FixAStepTrainer
 from hf_fixastep.checkpoints import checkpoints, newest_complete
-from tests.runs import make_trainer, random_images, tiny_wide_resnet
+from tests.short_runs import make_trainer, random_images, tiny_wide_resnet
 
 
 pytestmark = pytest.mark.slow
@@ -66,7 +66,9 @@ def run(folder: Path, prepare: Callable[[FixAStepTrainer], None] = lambda traine
     trainer.save_model(str(folder / "final"))
     if trainer.is_world_process_zero():
         (folder / "history.json").write_text(json.dumps(trainer.state.log_history))
-        (folder / "best.json").write_text(json.dumps([trainer.state.best_global_step, trainer.state.best_metric]))
+        (folder / "best.json").write_text(
+            json.dumps([trainer.state.best_global_step, trainer.state.best_metric])
+        )
 
 
 def fork(action: Callable[[], None]) -> int:
@@ -168,7 +170,9 @@ def main(folder: Path) -> None:
         target = folder / f"kill-{number}"
         method = METHODS[number % 3]
         count = chance.randint(1, totals[method])
-        code = wait(fork(lambda m=method, c=count, t=target: run(t, lambda trainer: Countdown(trainer, m, c))))
+        code = wait(
+            fork(lambda m=method, c=count, t=target: run(t, lambda trainer: Countdown(trainer, m, c)))
+        )
         report[target.name] = [method, count, code, [path.name for path in checkpoints(target)]]
         report[f"{target.name} resumed"] = wait(fork(lambda t=target: run(t)))
 
@@ -254,9 +258,13 @@ def assert_same(found: Any, expected: Any, where: str) -> None:
 
 
 def assert_ends_like(found: Path, expected: Path, ranks: int = 1) -> None:
-    """The same to the bit: final model, raw and averaged weights, optimizer, schedule, random numbers, both logs."""
+    """The same to the bit: final model, raw and averaged weights, optimizer, schedule, random numbers, both
+    logs.
+    """
     final, reference = found / f"checkpoint-{STEPS}", expected / f"checkpoint-{STEPS}"
-    assert_same(load_file(found / "final/model.safetensors"), load_file(expected / "final/model.safetensors"), "final")
+    assert_same(
+        load_file(found / "final/model.safetensors"), load_file(expected / "final/model.safetensors"), "final"
+    )
     for name in (
         "model.safetensors",
         "training_weights.safetensors",
@@ -269,7 +277,8 @@ def assert_ends_like(found: Path, expected: Path, ranks: int = 1) -> None:
         states = [torch.load(path / name, weights_only=False) for path in (final, reference)]
         assert_same(*({key: state[key] for key in ("python", "cpu")} for state in states), name)
     rows = [
-        [without_times(row) for row in json.loads((path / "history.json").read_text())] for path in (found, expected)
+        [without_times(row) for row in json.loads((path / "history.json").read_text())]
+        for path in (found, expected)
     ]
     assert_same(*rows, "history")
     states = [json.loads((path / "trainer_state.json").read_text()) for path in (final, reference)]

@@ -11,12 +11,14 @@ from typing import Any
 import pytest
 from transformers import TrainerCallback
 
-from tests.runs import EAGER, logged, make_trainer, random_images
+from tests.short_runs import EAGER, logged, make_trainer, random_images
 
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads the memory of a process from /proc"),
+    pytest.mark.skipif(
+        not Path("/proc/self/statm").exists(), reason="reads the memory of a process from /proc"
+    ),
 ]
 
 STEPS, SETTLED = 5000, 500

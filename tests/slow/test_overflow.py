@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from hf_fixastep import FixAStepTrainer
-from hf_fixastep.functional import SemiBatch
-from hf_fixastep.gate import LABELED, UNLABELED
 from hf_fixastep.losses.base import Losses
-from tests.runs import EAGER, Recorder, assert_equal, largest_difference, logged, make_trainer, train
+from hf_fixastep.step.batch import SemiBatch
+from hf_fixastep.step.gate import LABELED, UNLABELED
+from tests.short_runs import EAGER, Recorder, assert_equal, largest_difference, logged, make_trainer, train
 
 
 pytestmark = pytest.mark.slow
@@ -78,7 +78,9 @@ class Scaled(Overflowing):
         self.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
 
 
-def run(place: str, precision: str, value: float, folder: Path, **more: Any) -> tuple[FixAStepTrainer, Recorder]:
+def run(
+    place: str, precision: str, value: float, folder: Path, **more: Any
+) -> tuple[FixAStepTrainer, Recorder]:
     kind = type("Run", (Scaled if precision == "scaler" else Overflowing,), {"place": place, "value": value})
     settings = {
         "loss": "fixmatch",
@@ -147,14 +149,18 @@ def test_a_rejected_unlabeled_gradient_leaves_the_step_of_the_labeled_one(
 ) -> None:
     monkeypatch.setattr(sys.modules[__name__], "BAD_STEPS", (1,))
     _, spoiled = run("unlabeled gradient", precision, math.nan, tmp_path, gate=gate, max_steps=1)
-    _, labeled_only = run("nowhere", precision, math.nan, tmp_path, gate=gate, max_steps=1, unlabeled_weight=0.0)
+    _, labeled_only = run(
+        "nowhere", precision, math.nan, tmp_path, gate=gate, max_steps=1, unlabeled_weight=0.0
+    )
     _, untouched = run("nowhere", precision, math.nan, tmp_path, gate="off", max_steps=1)
     assert_equal(spoiled.raw[1], labeled_only.raw[1])
     assert largest_difference(untouched.raw[1], labeled_only.raw[1]) > 1e-6
 
 
 @pytest.mark.parametrize("place", ["labeled loss", "labeled pixels"])
-def test_five_overflows_in_a_row_end_the_run(place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_five_overflows_in_a_row_end_the_run(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sys.modules[__name__], "BAD_STEPS", (2, 3, 4, 5, 6))
     with pytest.raises(FloatingPointError, match="up to step 6"):
         run(place, "fp32", math.nan, tmp_path)
@@ -166,4 +172,6 @@ def test_the_csv_shows_the_losses_as_they_were(tmp_path: Path) -> None:
         rows = list(csv.DictReader(file))
     for name in ("loss", "loss/labeled", "loss/unlabeled"):
         assert [int(row["step"]) for row in rows if row[name] == "nan"] == list(BAD_STEPS)
-        assert [float(row[name]) for row in rows if row[name] != "nan"] == [x for x in logged(trainer, name) if x == x]
+        assert [float(row[name]) for row in rows if row[name] != "nan"] == [
+            x for x in logged(trainer, name) if x == x
+        ]

@@ -1,4 +1,6 @@
-"""A procedure on two processes: both end with the same, and it resumes to the bit. Under FSDP2 it does not start."""
+"""A procedure on two processes: both end with the same, and it resumes to the bit. Under FSDP2 it does not
+start.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +13,10 @@ from safetensors.torch import load_file, save_file
 
 from hf_fixastep import FixAStepTrainer
 from hf_fixastep.procedures import CurriculumLabeling, Procedure, SafeStudent
-from tests.runs import assert_equal, largest_difference, weights
+from tests.procedures.test_procedures import interrupting, run, template
+from tests.short_runs import assert_equal, largest_difference, weights
 from tests.slow.test_distributed import Sharded
 from tests.slow.test_two_processes import launch
-from tests.test_procedures import interrupting, run, template
 from tests.test_resume import Interrupted
 
 
@@ -65,7 +67,9 @@ def test_two_processes_end_with_the_same_model_and_resume_to_the_bit(name: str, 
 @pytest.mark.parametrize("name", CASES)
 def test_two_processes_are_not_one_that_saw_half(name: str, launched: Path, tmp_path: Path) -> None:
     alone = run(CASES[name][0], tmp_path)
-    assert largest_difference(weights(alone.model), load_file(launched / f"{name}-whole-0.safetensors")) > 1e-5
+    assert (
+        largest_difference(weights(alone.model), load_file(launched / f"{name}-whole-0.safetensors")) > 1e-5
+    )
 
 
 if __name__ == "__main__":

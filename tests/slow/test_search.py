@@ -27,7 +27,15 @@ def start(folder: Path, *launcher: str) -> subprocess.Popen:
     settings = {"config": "recipes/digits/fixmatch.yaml", "trials": TRIALS, "max_steps": 20, "eval_steps": 4}
     path = folder.with_suffix(".yaml")
     path.write_text(yaml.safe_dump({**settings, "space": space}))
-    words = ["recipes/search.py", "--config", str(path), "--output_dir", str(folder), "--disable_tqdm", "true"]
+    words = [
+        *("-m", "hf_fixastep", "search"),
+        "--config",
+        str(path),
+        "--output_dir",
+        str(folder),
+        "--disable_tqdm",
+        "true",
+    ]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(
         [sys.executable, *launcher, *words, "--use_cpu", "true"],

@@ -30,8 +30,17 @@ def start(folder: Path, *more: str, grid: dict = GRID) -> subprocess.Popen:
     folder.mkdir(parents=True, exist_ok=True)
     path = folder.parent / "grid.yaml"
     path.write_text(yaml.safe_dump(grid))
-    command = [sys.executable, str(ROOT / "recipes/sweep.py"), "--config", str(path), "--output_dir", str(folder)]
-    return subprocess.Popen([*command, *more], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT)
+    command = [
+        sys.executable,
+        *("-m", "hf_fixastep", "sweep"),
+        "--config",
+        str(path),
+        "--output_dir",
+        str(folder),
+    ]
+    return subprocess.Popen(
+        [*command, *more], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT
+    )
 
 
 def finish(process: subprocess.Popen) -> str:

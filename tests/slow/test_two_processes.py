@@ -18,8 +18,8 @@ from torch import Tensor
 from transformers import AutoModelForImageClassification, TrainerCallback
 
 from hf_fixastep import FixAStepTrainer
-from hf_fixastep.data.streams import PairedSampler
-from tests.runs import (
+from hf_fixastep.data.loader import PairedSampler
+from tests.short_runs import (
     EAGER,
     RIVALS,
     assert_equal,
@@ -42,7 +42,8 @@ ROOT = Path(__file__).parents[2]
 LOSSES = ("mean_teacher", "fixmatch", "pi_model", *RIVALS)
 MODES = ("joint", "separate")
 PROJECT = {"gate": "project"}
-PARTS = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 2}  # per process; one process has 8 at once
+# Per process; one process has 8 at once.
+PARTS = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 2}
 LARGE_BATCHES: dict[str, dict[str, Any]] = {"drop": {}, "project": PROJECT, "parts": PARTS}
 SAVING = {"save_strategy": "steps", "save_steps": 3}
 LIMITED = ("head_and_norms", "lora")  # what is trained
@@ -62,7 +63,13 @@ def with_batchnorm(folder: Path, loss: str, mode: str, **settings: Any) -> FixAS
 
 
 def without_batchnorm(folder: Path, **settings: Any) -> FixAStepTrainer:
-    defaults = {"loss": "fixmatch", "loss_kwargs": EAGER, "mix_labeled": False, "max_steps": 6, "teacher_decay": 0.9}
+    defaults = {
+        "loss": "fixmatch",
+        "loss_kwargs": EAGER,
+        "mix_labeled": False,
+        "max_steps": 6,
+        "teacher_decay": 0.9,
+    }
     return without_augmentation(make_trainer(folder, tiny_vit(), **defaults | settings))
 
 
@@ -90,7 +97,9 @@ def main(folder: Path) -> None:
     rank = int(os.environ["RANK"])
 
     def keep(name: str, state: dict[str, Tensor], **facts: Any) -> None:
-        save_file({key: value.contiguous() for key, value in state.items()}, folder / f"{name}-{rank}.safetensors")
+        save_file(
+            {key: value.contiguous() for key, value in state.items()}, folder / f"{name}-{rank}.safetensors"
+        )
         (folder / f"{name}-{rank}.json").write_text(json.dumps(facts))
 
     for loss in LOSSES:
@@ -133,7 +142,15 @@ def main(folder: Path) -> None:
 
 
 def launch(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", *arguments]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc_per_node",
+        "2",
+        *arguments,
+    ]
     variables = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **environment}
     return subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=600)
 
@@ -156,9 +173,13 @@ def facts(folder: Path, name: str, rank: int = 0) -> dict[str, Any]:
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("loss", LOSSES)
-def test_both_processes_end_with_the_same_weights_and_statistics(loss: str, mode: str, launched: Path) -> None:
+def test_both_processes_end_with_the_same_weights_and_statistics(
+    loss: str, mode: str, launched: Path
+) -> None:
     for what in ("raw", "average", "loss"):
-        assert_equal(kept(launched, f"{what}-{loss}-{mode}", rank=1), kept(launched, f"{what}-{loss}-{mode}", rank=0))
+        assert_equal(
+            kept(launched, f"{what}-{loss}-{mode}", rank=1), kept(launched, f"{what}-{loss}-{mode}", rank=0)
+        )
     assert largest_difference(kept(launched, f"raw-{loss}-{mode}"), weights(tiny_wide_resnet())) > 1e-2
 
 
@@ -189,7 +210,9 @@ def test_two_processes_are_one_with_twice_the_batch(name: str, launched: Path, t
 
 
 @pytest.mark.parametrize("name", LIMITED)
-def test_a_part_of_a_network_trains_on_two_processes_as_on_one(name: str, launched: Path, tmp_path: Path) -> None:
+def test_a_part_of_a_network_trains_on_two_processes_as_on_one(
+    name: str, launched: Path, tmp_path: Path
+) -> None:
     if name == "lora":
         pytest.importorskip("peft", reason="peft, the extra of the same name, is not installed")
     alone = without_batchnorm(tmp_path, trainable=name, per_device_train_batch_size=8)
@@ -200,7 +223,8 @@ def test_a_part_of_a_network_trains_on_two_processes_as_on_one(name: str, launch
         assert_equal(kept(launched, f"limited-{name}{run}", rank), kept(launched, f"limited-{name}"))
     alone.save_model(str(tmp_path / "saved"))
     saved = (
-        AutoModelForImageClassification.from_pretrained(f) for f in (launched / f"limited-{name}", tmp_path / "saved")
+        AutoModelForImageClassification.from_pretrained(f)
+        for f in (launched / f"limited-{name}", tmp_path / "saved")
     )
     assert_near(*map(weights, saved))
 
@@ -215,7 +239,9 @@ def test_running_statistics_are_the_mean_over_the_processes(launched: Path, tmp_
         images = trainer.get_train_dataloader().dataset.__getitems__(next(iter(sampler)))
         rows = torch.cat([images["pixel_values"], images["unlabeled"]]) / 255
         trainer.model.train()(pixel_values=(rows - 0.5) / 0.25)
-        own.append({name: value for name, value in trainer.model.named_buffers() if value.is_floating_point()})
+        own.append(
+            {name: value for name, value in trainer.model.named_buffers() if value.is_floating_point()}
+        )
     expected = {name: (own[0][name] + own[1][name]) / 2 for name in own[0]}
     found = kept(launched, "statistics")
     assert_near({name: found[name] for name in expected}, expected, within=1e-5)
@@ -224,7 +250,9 @@ def test_running_statistics_are_the_mean_over_the_processes(launched: Path, tmp_
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("loss", LOSSES)
-def test_gradients_travel_once_through_the_gate_and_never_through_ddp(loss: str, mode: str, launched: Path) -> None:
+def test_gradients_travel_once_through_the_gate_and_never_through_ddp(
+    loss: str, mode: str, launched: Path
+) -> None:
     assert [facts(launched, f"raw-{loss}-{mode}", rank)["reductions"] for rank in (0, 1)] == [0, 0]
 
 
@@ -247,7 +275,9 @@ def test_two_processes_evaluate_what_one_finds_in_the_saved_model(launched: Path
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there the processes find each other")
 def test_a_launch_of_two_processes_that_would_train_apart_is_an_error(tmp_path: Path) -> None:
     program = tmp_path / "apart.py"
-    program.write_text("import sys\nfrom hf_fixastep import FixAStepConfig\nFixAStepConfig(output_dir=sys.argv[1])\n")
+    program.write_text(
+        "import sys\nfrom hf_fixastep import FixAStepConfig\nFixAStepConfig(output_dir=sys.argv[1])\n"
+    )
     result = launch(str(program), str(tmp_path), PYTHONPATH=str(ROOT))
     assert result.returncode != 0
     assert "ValueError: The launcher started 2 processes, but they are in groups of 1" in result.stderr

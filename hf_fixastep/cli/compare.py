@@ -1,0 +1,131 @@
+"""Compare finished runs: did the unlabeled data help, did Fix-A-Step help, and how sure is it?
+
+fixastep compare RUNS... [--out FOLDER] [--metric test_accuracy|test_balanced_accuracy]
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pandas as pd
+from rich.console import Console
+from rich.table import Table
+
+from hf_fixastep.checks import check_choice
+from hf_fixastep.runs.arguments import parse
+from hf_fixastep.study.comparison import (
+    METRICS,
+    Comparison,
+    Interval,
+    as_json,
+    compare,
+    data_of,
+    details,
+    name_of,
+    questions,
+)
+from hf_fixastep.study.figures import FIGURES, left_out, save
+from hf_fixastep.study.results import read_runs
+
+
+@dataclass
+class CompareArguments:
+    """What to compare by, and where the outcome goes."""
+
+    out: str | None = field(
+        default=None, metadata={"help": "Folder of the outcome; by default beside the runs."}
+    )
+    metric: str = field(default=METRICS[0], metadata={"help": " or ".join(METRICS)})
+
+
+def prepare(argv: list[str]) -> tuple[pd.DataFrame, Path, str]:
+    paths = [
+        Path(word) for word in argv[: next((i for i, word in enumerate(argv) if word.startswith("--")), None)]
+    ]
+    if not paths:
+        raise ValueError("Give the runs first: tables of results, folders of sweeps, or folders of runs.")
+    args, _ = parse((CompareArguments,), argv[len(paths) :])
+    check_choice("metric", args.metric, METRICS)
+    beside = paths[0] if paths[0].is_dir() else paths[0].parent
+    return read_runs(paths), Path(args.out) if args.out else beside, args.metric
+
+
+def print_comparison(found: Comparison) -> None:
+    console = Console()
+    console.print(comparison_table(found))
+    if any(mean.seeds == 1 for mean in found.means):
+        console.print(
+            "The interval of a single seed is over test images and says nothing of the chance in training."
+        )
+    for question, answers in questions(found).items():
+        console.print(f"\n[bold]{question}[/bold]")
+        for answer in answers:
+            console.print(f"  {answer}", highlight=False, soft_wrap=True)
+    if (number := len(found.helps) + len(found.gains)) > 10:
+        console.print(
+            f"Of {number} such intervals about {number / 20:.0f} would miss 0 if nothing made a difference."
+        )
+    for note in found.notes:
+        console.print(note, highlight=False, soft_wrap=True)
+
+
+def comparison_table(found: Comparison) -> Table:
+    """A row per group; differences and their intervals in points."""
+    data = [data_of(group).split(", ") for group in found.groups]
+    common = [word for word in data[0] if all(word in words for words in data)]
+    title = f"{', '.join(common)}: {found.metric.replace('_', ' ')} in percent, with 95 % intervals"
+    table = Table("data", "runs", "seeds", "mean", "against labeled-only", "against its base", title=title)
+    helps, gains = ({id(each.first): each.interval for each in part} for part in (found.helps, found.gains))
+    for group, mean, more, words in zip(found.groups, found.means, details(found.groups), data, strict=True):
+        table.add_row(
+            ", ".join(word for word in words if word not in common),
+            ", ".join(filter(None, [name_of(group), more])),
+            str(mean.seeds),
+            f"{100 * mean.mean:.1f} ({100 * mean.low:.1f} to {100 * mean.high:.1f})",
+            points(helps.get(id(group))),
+            points(gains.get(id(group))),
+        )
+    return table
+
+
+def points(value: Interval | None) -> str:
+    if value is None:
+        return ""
+    return f"{100 * value.mean:+.1f} ({100 * value.low:+.1f} to {100 * value.high:+.1f})"
+
+
+def draw_figures(runs: pd.DataFrame, metric: str, folder: Path) -> list[str]:
+    """Those that the runs support, apart for each data set and label count; returns what to tell about them."""
+    told = []
+    config = runs["dataset_config"].where(~runs["dataset_config"].astype(str).str.startswith("zeta"))
+    parts = list(runs.groupby([runs["dataset"], config, runs["labels_per_class"]], dropna=False, sort=False))
+    for key, part in parts:
+        words = [str(word) for word in key if word == word and word is not None]
+        ending = "-" + "-".join(word.removesuffix(".0") for word in words) if len(parts) > 1 else ""
+        for name, draw in FIGURES.items():
+            try:
+                files = save(draw(part, metric), folder / f"{name}{ending}")
+            except ValueError as reason:
+                told.append(f"No {name}{ending}: {reason}.")
+            else:
+                told.append(f"Figure: {', '.join(map(str, files))}")
+        if number := left_out(part):
+            told.append(
+                f"The figures{ending} show one setting of each method and leave out {number} further ones."
+            )
+    return told
+
+
+def main(argv: list[str]) -> None:
+    try:
+        runs, folder, metric = prepare(argv)
+        found = compare(runs, metric)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "comparison.json").write_text(json.dumps(as_json(found), indent=2))
+        print_comparison(found)
+        print(*draw_figures(runs, metric, folder), sep="\n")
+    except (OSError, ValueError) as error:
+        sys.exit(f"error: {error}")

@@ -1,0 +1,86 @@
+"""Push a finished run as a model, or a data set that may be passed on, to the Hub.
+
+fixastep push runs/quickstart --hub_model_id org/name --hub_license mit [--dry_run true]
+fixastep push --dataset digits_open_set --zeta 50 --hub_dataset_id org/name
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, field
+
+from huggingface_hub import CommitInfo
+
+from hf_fixastep.hub.cards import ALLOWED, CARD, Run, prepare_model, push_dataset
+from hf_fixastep.hub.client import push_files
+from hf_fixastep.runs.arguments import DataArguments, parse
+
+
+@dataclass
+class PushArguments:
+    """Where a model goes; what its training was told already need not be given again."""
+
+    hub_model_id: str | None = field(default=None, metadata={"help": "Name on the Hub, such as org/name."})
+    hub_license: str | None = field(default=None, metadata={"help": "Licence of the model, such as mit."})
+    hub_intended_use: str | None = field(
+        default=None, metadata={"help": "What it is for; needed for medical data."}
+    )
+    hub_private_repo: bool | None = field(default=None, metadata={"help": "Make a new repository private."})
+    hub_revision: str | None = field(default=None, metadata={"help": "A branch to push to, if not main."})
+    dry_run: bool = field(
+        default=False, metadata={"help": "Print the card and the list of files; push nothing."}
+    )
+
+
+@dataclass
+class DatasetArguments:
+    """Where a data set goes."""
+
+    hub_dataset_id: str = field(metadata={"help": "Name on the Hub, such as org/name."})
+    hub_license: str | None = field(default=None, metadata={"help": "Licence, for images of your own."})
+    hub_private_repo: bool | None = field(default=None, metadata={"help": "Make a new repository private."})
+    hub_revision: str | None = field(default=None, metadata={"help": "A branch to push to, if not main."})
+
+
+def push_run(folder: str, argv: list[str]) -> CommitInfo | None:
+    run = Run.read(folder)
+    args, given = parse((PushArguments,), argv)
+    told = {name: value for name, value in run.recipe.items() if name in vars(args)} | given
+    files = prepare_model(run, *(told.get(f"hub_{name}") for name in ("model_id", "license", "intended_use")))
+    if args.dry_run:
+        card = files[CARD]
+        assert isinstance(card, bytes)
+        print(card.decode(), f"Files: {', '.join(sorted(files))}", sep="\n")
+        return None
+    return push_files(
+        files,
+        told["hub_model_id"],
+        message="Push the model with its card",
+        private=told.get("hub_private_repo"),
+        revision=told.get("hub_revision"),
+        stale=ALLOWED,
+    )
+
+
+def push_data(argv: list[str]) -> CommitInfo:
+    data_args, args, _ = parse((DataArguments, DatasetArguments), argv)
+    return push_dataset(
+        data_args.dataset,
+        data_args.config,
+        args.hub_dataset_id,
+        license=args.hub_license,
+        private=args.hub_private_repo,
+        revision=args.hub_revision,
+        **data_args.settings,
+    )
+
+
+def main(argv: list[str]) -> None:
+    try:
+        if not argv:
+            raise ValueError("Give the folder of a finished run, such as runs/quickstart, or --dataset NAME.")
+        commit = push_data(argv) if argv[0].startswith("--") else push_run(argv[0], argv[1:])
+    except (OSError, ValueError) as error:
+        sys.exit(f"error: {error}")
+    if commit is not None:
+        print(f"Pushed: {commit.commit_url}")

@@ -1,0 +1,1 @@
+"""Heart2Heart: echocardiograms of three hospitals, from their files to a report."""

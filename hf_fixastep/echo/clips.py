@@ -1,0 +1,203 @@
+"""Echo files of all kinds as the frames that a view classifier sees: pictures, MetaImage, NIfTI and DICOM.
+
+No message of this module contains a value of a DICOM header, which may be a name; so none of pydicom's is
+passed on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import math
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import PIL.Image
+
+from hf_fixastep.data.files import SUFFIXES, UnreadableImage
+from hf_fixastep.echo.files import LIMIT, SIDE, Tree, fit, read_echo, read_grey, square_pixels, stretch
+from hf_fixastep.echo.sector import find_sector
+
+
+VOLUMES = (".mhd", ".mha", ".nii", ".nii.gz")
+PARTS = (".raw", ".zraw")  # pixels of a .mhd file
+PLUGIN = "install a decoder: pip install python-gdcm, or pip install pylibjpeg pylibjpeg-libjpeg pylibjpeg-openjpeg"
+GREY = ("MONOCHROME1", "MONOCHROME2")
+COLOUR = ("RGB", "YBR_FULL", "YBR_FULL_422", "YBR_ICT", "YBR_RCT")
+CENTIMETRES, TWO_DIMENSIONAL = 3, 1  # as DICOM's ultrasound regions write them
+
+
+@dataclass
+class Clip:
+    """A still or a clip.
+
+    Args:
+        frames: uint8 [T, H, W], grey, with square pixels.
+        study: the StudyInstanceUID of a DICOM file, which must not be written anywhere as it is.
+        is_screen: there may be text around the ultrasound sector.
+    """
+
+    frames: np.ndarray
+    study: str | None = None
+    is_screen: bool = True
+
+
+def read_clip(tree: Tree, name: str) -> Clip:
+    """Decode one file; whatever is wrong with it becomes an `UnreadableImage`.
+
+    MetaImage and NIfTI files are stretched from black to white frame by frame, as they are for the evaluation
+    on CAMUS. All files with other suffixes than those of pictures are taken for DICOM, which often has none.
+    """
+    kind = name.lower()
+    if kind.endswith(VOLUMES):
+        clip = Clip(read_stretched(tree, name), is_screen=False)
+    elif kind.endswith(SUFFIXES):
+        clip = Clip(read_grey(tree.read(name))[None])
+    else:
+        clip = read_dicom(tree.read(name))
+    if clip.frames.min() == clip.frames.max():
+        raise UnreadableImage("all its pixels are equal")
+    return clip
+
+
+def prepare(clip: Clip, mask: bool = True, side: int = SIDE) -> np.ndarray:
+    """Frames as in training, uint8 [T, side, side]: the longer side scaled to `side`, black below or on the
+    right.
+
+    Args:
+        mask: make everything outside the ultrasound sector of a screen black.
+    """
+    frames = clip.frames
+    if mask and clip.is_screen:
+        sector = find_sector(frames)
+        if sector is None:
+            raise UnreadableImage("no ultrasound sector was found in it")
+        frames = frames * sector
+    return np.stack([fit(frame, side) for frame in frames])
+
+
+def read_stretched(tree: Tree, name: str) -> np.ndarray:
+    if name.lower().removesuffix(".gz").rpartition(".")[0].endswith("_gt"):
+        raise UnreadableImage("it is the drawn outline of another file, by its name")
+    echo = read_echo(tree, name)
+    return np.stack([stretch(square_pixels(frame, echo.spacing)) for frame in echo.frames])
+
+
+def read_dicom(data: bytes) -> Clip:
+    """A DICOM file, still or clip, uncompressed or compressed as far as pydicom and its plugins can undo it."""
+    if data[128:132] != b"DICM":
+        raise UnreadableImage("it is no image of a known format" if data else "it is empty")
+    try:
+        import pydicom
+    except ImportError as error:
+        raise UnreadableImage("DICOM files need pydicom: pip install 'hf_fixastep[echo]'") from error
+    try:
+        with quiet_pydicom():
+            header = pydicom.dcmread(io.BytesIO(data))
+            check_header(header)
+            spacing = pixel_spacing(header)
+            frames = [square_pixels(frame, spacing) for frame in decode(header)]
+            study = header.get("StudyInstanceUID")
+    except UnreadableImage:
+        raise
+    except Exception as error:  # of many kinds, with messages that quote the header
+        raise UnreadableImage(f"its header or its pixels are damaged ({type(error).__name__})") from error
+    return Clip(np.rint(np.stack(frames)).astype(np.uint8), str(study) if study else None)
+
+
+@contextlib.contextmanager
+def quiet_pydicom() -> Iterator[None]:
+    """Its warnings quote the header too."""
+    logger = logging.getLogger("pydicom")
+    before, logger.disabled = logger.disabled, True
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.disabled = before
+
+
+def check_header(header: Any) -> None:
+    """Whether pydicom can decode the pixels, and they are of a kind and number that can be used."""
+    from pydicom.pixels import get_decoder
+    from pydicom.uid import UID_dictionary
+
+    if "PixelData" not in header:
+        raise UnreadableImage("it is a DICOM file without pixels")
+    syntax = header.file_meta.get("TransferSyntaxUID")
+    if syntax not in UID_dictionary:
+        raise UnreadableImage("its transfer syntax is missing or unknown")
+    try:
+        decoder = get_decoder(syntax)
+    except NotImplementedError as error:
+        raise UnreadableImage(
+            f"its pixels are stored as {syntax.name}: convert it to JPEG or raw pixels"
+        ) from error
+    if not decoder.is_available:
+        raise UnreadableImage(f"its pixels are compressed as {syntax.name}: {PLUGIN}")
+    photometric, samples = header.get("PhotometricInterpretation"), header.get("SamplesPerPixel")
+    if (photometric, samples) not in {
+        *((one, 1) for one in (*GREY, "PALETTE COLOR")),
+        *((one, 3) for one in COLOUR),
+    }:
+        raise UnreadableImage(
+            "its photometric interpretation is missing, unknown, or not for its number of samples"
+        )
+    size = int(header.Rows) * int(header.Columns)
+    if not 0 < size <= (PIL.Image.MAX_IMAGE_PIXELS or math.inf) or size * number_of_frames(header) > LIMIT:
+        raise UnreadableImage(f"its frames have no pixels, or {LIMIT:,} and more together")
+
+
+def number_of_frames(header: Any) -> int:
+    return int(header.get("NumberOfFrames") or 1)
+
+
+def pixel_spacing(header: Any) -> tuple[float, float]:
+    """Height and width of a pixel, from the ultrasound region if there is one; (1, 1) if nothing is said."""
+    spacing = (1.0, 1.0)
+    regions = [region for region in header.get("SequenceOfUltrasoundRegions") or () if shows_tissue(region)]
+    names = ("PixelSpacing", "NominalScannedPixelSpacing", "ImagerPixelSpacing", "PixelAspectRatio")
+    given = [header.get(name) for name in names if header.get(name)]
+    if regions:
+        spacing = abs(float(regions[0].PhysicalDeltaY)), abs(float(regions[0].PhysicalDeltaX))
+    elif given:
+        height, width = map(float, given[0])
+        spacing = height, width
+    if not all(0 < side < math.inf for side in spacing) or not 0.1 <= spacing[0] / spacing[1] <= 10:
+        raise UnreadableImage("its pixel spacing is not two positive numbers of similar size")
+    return spacing
+
+
+def shows_tissue(region: Any) -> bool:
+    units = region.get("PhysicalUnitsXDirection"), region.get("PhysicalUnitsYDirection")
+    return region.get("RegionSpatialFormat") == TWO_DIMENSIONAL and units == (CENTIMETRES, CENTIMETRES)
+
+
+def decode(header: Any) -> Iterator[np.ndarray]:
+    """Frames in grey, uint8 [H, W]."""
+    from pydicom.pixels import apply_color_lut, iter_pixels
+
+    count, photometric = 0, header.PhotometricInterpretation
+    for frame in iter_pixels(header):  # as RGB where they are stored as luminance and two colours
+        if photometric == "PALETTE COLOR":
+            colours = apply_color_lut(frame, header)
+            yield to_luminance(colours >> 8 if colours.dtype.itemsize > 1 else colours)
+        else:
+            values = frame.astype(np.float64) + (
+                2 ** (header.BitsStored - 1) if header.PixelRepresentation else 0
+            )
+            values = np.rint((values * (255 / (2**header.BitsStored - 1))).clip(0, 255)).astype(np.uint8)
+            values = values if photometric in GREY else to_luminance(values)
+            yield 255 - values if photometric == "MONOCHROME1" else values
+        count += 1
+    if count < number_of_frames(header):
+        raise UnreadableImage("some of its frames are missing: the file is cut off")
+
+
+def to_luminance(colours: np.ndarray) -> np.ndarray:
+    return np.asarray(PIL.Image.fromarray(colours.astype(np.uint8)[..., :3]).convert("L"))

@@ -1,0 +1,223 @@
+"""Tell the views of echocardiograms in a folder: PNG, JPEG, DICOM, MetaImage and NIfTI files, stills and
+clips.
+
+fixastep predict --model runs/tmed2-fixmatch --input FOLDER --out views.csv
+
+Writes views.csv with a row per file, views_frames.csv with a row per frame, and views_skipped.csv with the
+files that could not be used. No value of a file's header is written, except `study`: the first 16 digits of
+the SHA-256 of a salt and the StudyInstanceUID. The salt is new for every call and thrown away, unless --salt
+gives one.
+For research only: not a medical device.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+from torchvision.transforms import InterpolationMode
+from torchvision.transforms.v2.functional import resize
+from tqdm import tqdm
+from transformers import AutoImageProcessor, AutoModelForImageClassification
+from transformers.utils import logging
+
+from hf_fixastep.data.files import UnreadableImage, printable
+from hf_fixastep.echo.clips import PARTS, prepare, read_clip
+from hf_fixastep.echo.files import Tree
+from hf_fixastep.evaluation.calibration import Calibration, probabilities
+from hf_fixastep.runs.arguments import parse
+from hf_fixastep.trainer import views_of
+
+
+UNCALIBRATED = Calibration(1.0)
+
+
+@dataclass
+class PredictArguments:
+    """What to classify, and where to write."""
+
+    model: str = field(metadata={"help": "Folder of a finished run, or a Hub name."})
+    input: str = field(metadata={"help": "Folder with echo files at any depth, or one file."})
+    out: str = field(metadata={"help": "CSV file to write."})
+    mask: bool = field(
+        default=True, metadata={"help": "Make screen text outside the ultrasound sector black."}
+    )
+    salt: str | None = field(
+        default=None, metadata={"help": "Secret that makes study ids equal between calls."}
+    )
+    uncalibrated: bool = field(
+        default=False, metadata={"help": "Use a model whose config has no calibration."}
+    )
+    batch_size: int = field(default=64, metadata={"help": "Frames per forward."})
+
+
+class Classifier:
+    """A trained model with all that its images need.
+
+    Args:
+        name: folder of a finished run, or a Hub name.
+    """
+
+    def __init__(self, name: str | Path, batch_size: int = 256) -> None:
+        try:
+            self.model = AutoModelForImageClassification.from_pretrained(name)
+            processor = AutoImageProcessor.from_pretrained(name)
+        except (OSError, ValueError) as error:
+            reason = str(error).splitlines()[0]
+            raise ValueError(f"{name} holds no trained model that could be loaded: {reason}") from error
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.model = self.model.eval().to(self.device, memory_format=torch.channels_last)
+        self.size, self.views = views_of(processor)
+        self.batch_size = batch_size
+        self.classes = [self.model.config.id2label[number] for number in range(self.model.config.num_labels)]
+
+    @torch.inference_mode()
+    def logits(self, pixels: Tensor) -> np.ndarray:
+        """float64 [N, K], of uint8 [N, C, H, W] in any size."""
+        if pixels.shape[2:] != self.size:
+            pixels = resize(pixels, list(self.size), InterpolationMode.BILINEAR, antialias=True)
+        batches = (self.views.plain(batch.to(self.device)) for batch in pixels.split(self.batch_size))
+        return np.concatenate(
+            [self.model(pixel_values=batch).logits.double().cpu().numpy() for batch in batches]
+        )
+
+
+def vote(frames: np.ndarray) -> tuple[int, float, float]:
+    """Class, mean probability of it, and share of the frames that it wins; of ties the more probable one.
+
+    Args:
+        frames: probabilities [T, K].
+    """
+    votes = np.bincount(frames.argmax(-1), minlength=frames.shape[1])
+    means = frames.mean(0)
+    winner = int(np.lexsort((means, votes))[-1])
+    return winner, float(means[winner]), float(votes[winner] / len(frames))
+
+
+def study_id(uid: str | None, salt: str) -> str:
+    return hashlib.sha256(f"{salt}\0{uid}".encode()).hexdigest()[:16] if uid else ""
+
+
+@dataclass
+class Answers:
+    """Rows of the three files."""
+
+    clips: list[dict[str, Any]] = field(default_factory=list)
+    frames: list[dict[str, Any]] = field(default_factory=list)
+    skipped: list[dict[str, str]] = field(default_factory=list)
+
+
+def classify(args: PredictArguments, classifier: Classifier, calibration: Calibration, tree: Tree) -> Answers:
+    answers, salt = Answers(), args.salt or secrets.token_hex(32)
+    names = [name for name in tree if not name.lower().endswith(PARTS)]
+    for name in tqdm(names, "Reading files", unit="file"):
+        try:
+            clip = read_clip(tree, name)
+            pixels = torch.from_numpy(prepare(clip, args.mask))[:, None]
+        except UnreadableImage as error:
+            answers.skipped.append({"file": printable(name), "reason": str(error)})
+            continue
+        frames = probabilities(classifier.logits(pixels), calibration.temperature)
+        winner, probability, share = vote(frames)
+        below, columns = calibration.abstain_below, [f"probability_{view}" for view in classifier.classes]
+        answers.clips.append(
+            {
+                "file": printable(name),
+                "study": study_id(clip.study, salt),
+                "frames": len(frames),
+                "view": classifier.classes[winner],
+                "probability": probability,
+                "votes": share,
+                "abstain": probability < below,
+                **dict(zip(columns, frames.mean(0), strict=True)),
+            }
+        )
+        for number, row in enumerate(frames):
+            answers.frames.append(
+                {
+                    "file": printable(name),
+                    "frame": number,
+                    "view": classifier.classes[row.argmax()],
+                    "probability": row.max(),
+                    "abstain": row.max() < below,
+                    **dict(zip(columns, row, strict=True)),
+                }
+            )
+    return answers
+
+
+def load(argv: list[str]) -> tuple[PredictArguments, Classifier, dict[str, float], Tree]:
+    """Everything that can be wrong with what the user gave, except for single files, is found in here."""
+    args, _ = parse((PredictArguments,), argv)
+    if args.batch_size < 1:
+        raise ValueError(f"batch_size is {args.batch_size}, but it has to be at least 1.")
+    if Path(args.out).is_dir():
+        raise ValueError(f"out is {args.out}, which is a folder; give the name of a CSV file.")
+    tree = Tree(args.input)
+    if not any(True for _ in tree):
+        raise ValueError(f"{args.input} holds no file; give a folder with echo files.")
+    classifier = Classifier(args.model, args.batch_size)
+    calibration = UNCALIBRATED if args.uncalibrated else Calibration.of(classifier.model.config)
+    if calibration is None:
+        raise ValueError(
+            f"{args.model} has no calibration, so its probabilities mean little: run fixastep heart2heart "
+            f"{args.model} --tmed2 FOLDER first, or add --uncalibrated true."
+        )
+    Path(args.out).parent.mkdir(parents=True, exist_ok=True)
+    return args, classifier, calibration, tree
+
+
+def write(answers: Answers, out: Path) -> list[Path]:
+    columns = {"clips": ["file", "view"], "frames": ["file", "frame", "view"], "skipped": ["file", "reason"]}
+    paths = []
+    for part, names in columns.items():
+        path = out if part == "clips" else out.with_name(f"{out.stem}_{part}{out.suffix}")
+        rows = getattr(answers, part)
+        pd.DataFrame(rows, columns=list(rows[0]) if rows else names).to_csv(
+            path, index=False, float_format="%.6g"
+        )
+        paths.append(path)
+    return paths
+
+
+def print_table(answers: Answers, classes: list[str], calibration: Calibration, paths: list[Path]) -> None:
+    clips = pd.DataFrame(answers.clips)
+    table = Table("view", "files", "abstained")
+    for view in classes:
+        chosen = clips[clips["view"] == view]
+        table.add_row(view, f"{len(chosen):,}", f"{int(chosen['abstain'].sum()):,}")
+    console = Console(soft_wrap=True, markup=False, highlight=False)
+    console.print(table)
+    threshold = f"a probability of {calibration.abstain_below:.2f}, which {calibration.coverage:.0%}"
+    console.print(f"abstained: below {threshold} of the validation images reach")
+    for row in answers.skipped[:5]:
+        console.print(f"skipped {row['file']}: {row['reason']}")
+    console.print(f"{len(clips):,} files used, {len(answers.skipped):,} skipped, written to", *paths)
+    console.print("For research only: not a medical device.")
+
+
+def main(argv: list[str]) -> None:
+    logging.disable_progress_bar()  # of the model's files
+    try:
+        args, classifier, calibration, tree = load(argv)
+    except (OSError, ValueError) as error:
+        sys.exit(f"error: {error}")
+    answers = classify(args, classifier, calibration, tree)
+    paths = write(answers, Path(args.out))
+    if not answers.clips:
+        example = answers.skipped[0] if answers.skipped else {"file": "none", "reason": "there is none"}
+        sys.exit(
+            f"error: None of the {len(answers.skipped):,} files in {args.input} could be used, such as "
+            f"{example['file']}: {example['reason']}. All of them are in {paths[-1]}."
+        )
+    print_table(answers, classifier.classes, calibration, paths)

@@ -1,0 +1,351 @@
+"""The way to the Hub and back: bounded in time, to one host only, checked by hashes, every failure one
+sentence.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import os
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import httpx2
+from huggingface_hub import (
+    CommitInfo,
+    CommitOperationAdd,
+    CommitOperationDelete,
+    HfApi,
+    constants,
+    get_session,
+    get_token,
+    set_client_factory,
+    snapshot_download,
+)
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from huggingface_hub.utils import _http, parse_ratelimit_headers, validate_repo_id
+
+
+PATIENCE = 60.0  # seconds without success until retries end
+STALL = 30.0  # seconds that a single send or receive may take
+PAUSE = 1.0  # seconds between tries
+TRIES = 3  # of a whole push, which finds what an earlier one has left
+TRANSIENT = (408, 409, 412, 429, 500, 502, 503, 504)
+# What a model needs; no pickles and no code.
+PULLED = (
+    "config.json",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "*.safetensors",
+    "*.safetensors.index.json",
+)
+
+# Of the client, of the network, of hf-xet (RuntimeError), and a card whose header the Hub refuses
+# (ValueError).
+FAILURES = (HfHubHTTPError, httpx2.HTTPError, OSError, RuntimeError, ValueError)
+
+T = TypeVar("T")
+
+REASONS = {
+    400: "the Hub refused what it got",
+    401: "the Hub does not accept the token: log in with `hf auth login`, or set HF_TOKEN to a valid one",
+    403: "the token may not do this: use one with write access to that name, or choose a name of your own",
+    404: "there is no such repository or revision, or the token may not see it: check the name",
+    409: "it is being changed by someone else: try again in a minute",
+    412: "it was changed by someone else meanwhile: try again",
+    429: "the Hub gets too many requests from you: try again later",
+}
+
+
+# ---- names
+
+
+def check_repo_id(repo_id: str | None, setting: str = "hub_model_id") -> str:
+    if repo_id is None:
+        raise ValueError(f"{setting} is not given: say where on the Hub, such as {setting} org/name.")
+    try:
+        validate_repo_id(repo_id)
+    except HFValidationError:
+        raise ValueError(
+            f"{setting} is {shown(repo_id)}, but the Hub takes names such as org/name: letters, digits, -, _ and ., "
+            "at most 96 of them."
+        ) from None
+    return repo_id
+
+
+def check_license(license: str | None, setting: str = "hub_license") -> str:
+    if license is None:
+        raise ValueError(
+            f"{setting} is not given, and a card cannot know it: state the licence, such as {setting} mit or "
+            "apache-2.0; other, if it has no short name."
+        )
+    if not re.fullmatch(r"[a-z0-9][a-z0-9.+-]{0,63}", license):
+        raise ValueError(
+            f"{setting} is {shown(license)}, but expected a short name of the Hub such as mit, apache-2.0 or other."
+        )
+    return license
+
+
+def shown(text: Any) -> str:
+    """Anything that users give, for a terminal: one line of limited length, without control characters."""
+    text = str(text)
+    return repr(text if len(text) <= 100 else f"{text[:100]}…")
+
+
+# ---- limits
+
+
+class Trouble(threading.local):
+    """Since when no request of this thread has succeeded; ends the retries of the client, which knows no
+    deadline.
+    """
+
+    since: float | None = None
+    tries = 0
+    last = "the connection broke or no answer came"
+
+    def before(self, request: httpx2.Request) -> None:
+        now = time.monotonic()
+        self.since, self.tries = self.since or now, self.tries + 1
+        if self.tries > 2 and now - self.since > PATIENCE:
+            raise TimeoutError(f"{self.last} for {now - self.since:.0f} seconds: try again later")
+        self.last = "the connection broke or no answer came"
+
+    def after(self, response: httpx2.Response) -> None:
+        if response.status_code not in TRANSIENT:
+            self.since, self.tries = None, 0
+            return
+        # Usual where a repository exists, but the client may ask again without end.
+        if response.status_code == 409:
+            return
+        self.last = f"the Hub answered with {response.status_code}"
+        limit = parse_ratelimit_headers(response.headers)
+        asked = response.headers.get("Retry-After", "")
+        wait = max(limit.reset_in_seconds if limit else 0, int(asked) if asked.isdecimal() else 0)
+        if wait > PATIENCE:
+            raise TimeoutError(f"the Hub asks to wait for {wait} seconds: try again after that")
+
+
+def refuse_other_hosts(response: httpx2.Response) -> None:
+    if response.has_redirect_location:
+        target = response.url.join(response.headers["Location"])
+        if (target.scheme, target.netloc) != (response.url.scheme, response.url.netloc):
+            raise ConnectionError(
+                f"the Hub sends us to another host, {shown(target.host)}, to which nothing was sent: check HF_ENDPOINT"
+            )
+
+
+@contextlib.contextmanager
+def limits(other_hosts: bool) -> Iterator[None]:
+    """Calls to the Hub inside end in bounded time.
+
+    Args:
+        other_hosts: follow redirects to them, as downloads from the Hub's storage need.
+    """
+    earlier, trouble = _http._GLOBAL_CLIENT_FACTORY, Trouble()  # it has a setter, but no getter
+
+    def limited() -> httpx2.Client:
+        client = earlier()
+        client.timeout = STALL  # the default is none at all
+        hooks = client.event_hooks
+        after = [trouble.after] if other_hosts else [trouble.after, refuse_other_hosts]
+        client.event_hooks = {
+            "request": [*hooks["request"], trouble.before],
+            "response": [*hooks["response"], *after],
+        }
+        return client
+
+    set_client_factory(limited)
+    try:
+        yield
+    finally:
+        set_client_factory(earlier)
+
+
+def check_online() -> None:
+    """Fail within five seconds where the Hub cannot be reached; its clients would go on trying for a minute
+    or two.
+    """
+    if constants.HF_HUB_OFFLINE:
+        raise ConnectionError("HF_HUB_OFFLINE is set, so the Hub is not asked")
+    errors: list[Exception | None] = []
+
+    def ask() -> None:
+        try:
+            get_session().head(constants.ENDPOINT, timeout=3.0, follow_redirects=False)
+            errors.append(None)
+        except Exception as error:
+            errors.append(error)
+
+    asking = threading.Thread(target=ask, daemon=True)
+    asking.start()
+    asking.join(4.0)  # the look-up of a name knows no time limit of its own
+    if not errors or errors[0] is not None:
+        raise ConnectionError(
+            f"the Hub at {constants.ENDPOINT} cannot be reached: check the network or HF_ENDPOINT"
+        )
+
+
+def online() -> bool:
+    try:
+        check_online()
+    except ConnectionError:
+        return False
+    return True
+
+
+def reason(error: Exception) -> str:
+    """What went wrong and what to do, as the end of a sentence."""
+    if isinstance(error, (LocalEntryNotFoundError, RuntimeError)) and isinstance(error.__cause__, Exception):
+        return reason(error.__cause__)  # that it is not in the cache, or could not be uploaded, is no reason
+    if isinstance(error, HfHubHTTPError):
+        status = error.response.status_code
+        known = REASONS.get(status, f"the Hub answered with {status}: try again later")
+        said = f" ({shown(error.server_message)})" if status == 400 and error.server_message else ""
+        return f"{known}{said}"
+    if isinstance(error, httpx2.TimeoutException):
+        return f"the Hub was silent for {STALL:.0f} seconds: try again later"
+    if isinstance(error, httpx2.HTTPError):
+        return "the connection broke: try again"
+    text = " ".join(str(error).split()) or type(error).__name__
+    return "".join(c if c.isprintable() else "?" for c in text[:400]).rstrip(".")
+
+
+def transient(error: Exception) -> bool:
+    if isinstance(error, HfHubHTTPError):
+        return error.response.status_code in TRANSIENT
+    return isinstance(error, httpx2.HTTPError)
+
+
+# ---- push and pull
+
+
+def create_repo(
+    repo_id: str, *, kind: str = "model", private: bool | None = None, token: str | None = None
+) -> str:
+    """The full name of a repository that can be pushed to; made if it is not there."""
+    try:
+        return _retried(lambda: _create(HfApi(token=token), repo_id, kind, private), token)
+    except FAILURES as error:
+        raise OSError(f"{repo_id} cannot be pushed to: {reason(error)}.") from error
+
+
+def push_files(
+    files: Mapping[str, bytes | Path],
+    repo_id: str,
+    *,
+    message: str,
+    kind: str = "model",
+    private: bool | None = None,
+    revision: str | None = None,
+    token: str | None = None,
+    stale: Sequence[str] = (),
+) -> CommitInfo:
+    """One commit with these files, compared with what the Hub then has.
+
+    Args:
+        files: contents or local files, by path in the repository.
+        kind: model or dataset.
+        stale: paths to be deleted if they are there and not among `files`.
+    """
+
+    def push() -> CommitInfo:
+        api = HfApi(token=token)
+        name = _create(api, repo_id, kind, private)
+        if revision is not None:
+            api.create_branch(name, branch=revision, repo_type=kind, exist_ok=True)
+        where: dict[str, Any] = {"repo_id": name, "repo_type": kind}
+        there = api.list_repo_files(**where, revision=revision)
+        added = [
+            CommitOperationAdd(path, os.fspath(f) if isinstance(f, Path) else f) for path, f in files.items()
+        ]
+        gone = [CommitOperationDelete(path) for path in stale if path in there and path not in files]
+        commit = api.create_commit(
+            operations=[*added, *gone], commit_message=message, revision=revision, **where
+        )
+        _compare(files, api.get_paths_info(paths=list(files), revision=commit.oid, **where))
+        return commit
+
+    try:
+        return _retried(push, token)
+    except FAILURES as error:
+        raise OSError(
+            f"{repo_id} was not pushed: {reason(error)}. Nothing on this machine was changed."
+        ) from error
+
+
+def pull(repo_id: str, revision: str | None = None) -> Path:
+    """A folder with config, image processor and weights of a model on the Hub; from the cache where it is
+    offline.
+    """
+    check_repo_id(repo_id, "model")
+    wanted: dict[str, Any] = {"repo_id": repo_id, "revision": revision, "allow_patterns": list(PULLED)}
+    try:
+        check_online()
+    except ConnectionError as error:
+        try:
+            return Path(snapshot_download(**wanted, local_files_only=True))
+        except LocalEntryNotFoundError:
+            advice = "give the folder of a model, or run once where the Hub can be reached"
+            raise OSError(f"{repo_id} is not in the cache, and {reason(error)}; {advice}.") from error
+    try:
+        with limits(other_hosts=True):
+            folder = Path(snapshot_download(**wanted))
+    except FAILURES as error:
+        raise OSError(f"{repo_id} could not be pulled: {reason(error)}.") from error
+    _check_blobs(folder, repo_id)
+    return folder
+
+
+def _create(api: HfApi, repo_id: str, kind: str, private: bool | None) -> str:
+    return api.create_repo(repo_id, repo_type=kind, private=private, exist_ok=True).repo_id
+
+
+def _retried(push: Callable[[], T], token: str | None) -> T:
+    if token is None and get_token() is None:
+        raise PermissionError("no token was found: log in with `hf auth login`, or set HF_TOKEN")
+    check_online()
+    for left in reversed(range(TRIES)):
+        try:
+            with limits(other_hosts=False):
+                return push()
+        except (HfHubHTTPError, httpx2.HTTPError) as error:
+            if not left or not transient(error):
+                raise
+            time.sleep(PAUSE)
+    raise AssertionError("unreachable")
+
+
+def _compare(files: Mapping[str, bytes | Path], found: Sequence[Any]) -> None:
+    remote = {file.path: file.lfs.sha256 if file.lfs else file.blob_id for file in found}
+    for path, content in files.items():
+        if remote.get(path) not in hashes(content):
+            raise OSError(f"the Hub has another content of {path} than was sent: push again")
+
+
+def _check_blobs(folder: Path, repo_id: str) -> None:
+    """The cache names its files by the hashes that the Hub told; the client compares only their sizes."""
+    for path in folder.rglob("*"):
+        blob = path.resolve()
+        if re.fullmatch(r"[0-9a-f]{40}|[0-9a-f]{64}", blob.name) and blob.name not in hashes(blob):
+            blob.unlink()
+            path.unlink()
+            raise OSError(
+                f"{repo_id} could not be pulled: {path.name} came damaged and was removed; pull it again."
+            )
+
+
+def hashes(content: bytes | Path) -> tuple[str, str]:
+    """sha256, by which large files are known on the Hub, and the sha1 of git, by which small ones are."""
+    size = len(content) if isinstance(content, bytes) else content.stat().st_size
+    large, small = hashlib.sha256(), hashlib.sha1(b"blob %d\0" % size)
+    with io.BytesIO(content) if isinstance(content, bytes) else content.open("rb") as file:
+        while chunk := file.read(1 << 20):
+            large.update(chunk)
+            small.update(chunk)
+    return large.hexdigest(), small.hexdigest()

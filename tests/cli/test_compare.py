@@ -1,0 +1,89 @@
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from hf_fixastep.cli import compare
+from tests.study.tables import run, study
+
+
+def write(runs: pd.DataFrame, folder: Path) -> Path:
+    folder.mkdir(exist_ok=True)
+    runs.to_parquet(folder / "results.parquet")
+    return folder
+
+
+def test_a_table_gives_text_numbers_and_figures(tmp_path, capsys) -> None:
+    folder = write(study(), tmp_path / "sweep")
+    compare.main([str(folder)])
+    told = json.loads((folder / "comparison.json").read_text())
+    assert len(told["rows"]) == 25
+    assert told["metric"] == "test_accuracy"
+    text = " ".join(capsys.readouterr().out.split())
+    question, answer = re.match(r"(.*?\?) (.*)", told["sentences"][-1]).groups()
+    assert question in text
+    assert answer in text
+    assert "No sensitivity: the sensitivity needs runs that differ in mix_alpha or mix_temperature." in text
+    drawn = {path.name for path in folder.iterdir()} - {"comparison.json", "results.parquet"}
+    names = ("accuracy_over_zeta", "ablation", "gate_over_time")
+    assert drawn == {f"{name}.{kind}" for name in names for kind in ("png", "svg")}
+
+
+def test_the_outcome_goes_where_it_is_wanted_by_the_wanted_metric(tmp_path) -> None:
+    table = write(study(seeds=1), tmp_path / "sweep") / "results.parquet"
+    compare.main([str(table), "--out", str(tmp_path / "new" / "out"), "--metric", "test_balanced_accuracy"])
+    assert (
+        json.loads((tmp_path / "new/out/comparison.json").read_text())["metric"] == "test_balanced_accuracy"
+    )
+    assert [path.name for path in table.parent.iterdir()] == ["results.parquet"]
+
+
+def test_several_data_sets_have_figures_of_their_own(tmp_path) -> None:
+    many, few = study(seeds=1), study(seeds=1).assign(labels_per_class=5, run="other")
+    few["run"] += few.index.astype(str)
+    folders = [write(many, tmp_path / "many"), write(few, tmp_path / "few")]
+    out = tmp_path / "out"
+    compare.main([*map(str, folders), "--out", str(out)])
+    assert {"ablation-pictures-50.png", "ablation-pictures-5.png"} <= {path.name for path in out.iterdir()}
+    told = json.loads((out / "comparison.json").read_text())
+    assert {row["settings"]["labels_per_class"] for row in told["rows"]} == {50, 5}
+
+
+def test_one_variant_alone_leaves_out_what_needs_more_and_says_so(tmp_path, capsys) -> None:
+    folder = write(pd.DataFrame([run("vat", "base", 0.6)]), tmp_path / "sweep")
+    compare.main([str(folder)])
+    text = " ".join(capsys.readouterr().out.split())
+    for name in ("accuracy_over_zeta", "ablation", "sensitivity", "gate_over_time"):
+        assert f"No {name}: " in text
+    assert (
+        "There is no labeled-only run of the same kind for: VAT, pictures, zeta 50, 50 labels per class."
+        in text
+    )
+    assert "The interval of a single seed is over test images" in text
+
+
+@pytest.mark.parametrize(
+    ("argv", "sentence"),
+    [
+        ([], "Give the runs first"),
+        (["--metric", "test_accuracy"], "Give the runs first"),
+        (["nowhere"], "nowhere is no table of results"),
+        (["TABLE", "--metric", "test_acuracy"], "Unknown metric 'test_acuracy'. Did you mean test_accuracy?"),
+        (["TABLE", "--ot", "x"], "Unknown argument 'ot'. Did you mean out?"),
+        (["NARROW"], "The table has no column hash_test"),
+        (["EMPTY"], "The tables hold no runs"),
+    ],
+)
+def test_mistakes_end_in_one_sentence(argv: list[str], sentence: str, tmp_path) -> None:
+    runs = study(seeds=1)
+    for name, part in (("TABLE", runs), ("NARROW", runs.drop(columns="hash_test")), ("EMPTY", runs.iloc[:0])):
+        write(part, tmp_path / name)
+    argv = [str(tmp_path / word) if word.isupper() else word for word in argv]
+    with pytest.raises(SystemExit, match=re.escape(sentence)) as stopped:
+        compare.main(argv)
+    assert str(stopped.value).startswith("error: ")
+    assert "\n" not in str(stopped.value)

@@ -1,0 +1,177 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from sklearn.metrics import roc_auc_score
+
+from hf_fixastep import export_dataset, load_dataset
+from hf_fixastep.cli import evaluate
+from hf_fixastep.data.digits import read_digits
+from hf_fixastep.evaluation.open_set import (
+    auroc,
+    energy,
+    max_probability,
+    open_set_metrics,
+    risk_coverage,
+    risk_coverage_area,
+)
+from hf_fixastep.plots import plot_risk_coverage
+from hf_fixastep.runs import training
+from tests.runs.test_training import arguments
+
+
+def scores(seed: int, count: int, ties: bool) -> NDArray:
+    values = np.random.default_rng(seed).normal(size=count)
+    return np.round(values, 1) if ties else values
+
+
+@pytest.mark.parametrize("ties", [False, True])
+def test_the_auroc_counts_pairs_and_agrees_with_scikit_learn(ties):
+    known, foreign = scores(0, 70, ties) + 0.5, scores(1, 40, ties)
+    won = sum((k > f) + (k == f) / 2 for k in known for f in foreign)
+    assert auroc(known, foreign) == pytest.approx(won / (70 * 40), abs=1e-12)
+    labels = np.repeat([1, 0], [70, 40])
+    assert auroc(known, foreign) == pytest.approx(
+        roc_auc_score(labels, np.concatenate([known, foreign])), abs=1e-12
+    )
+
+
+def test_the_auroc_of_a_perfect_a_useless_and_a_wrong_score():
+    assert auroc([2.0, 3.0], [0.0, 1.0]) == 1
+    assert auroc([1.0, 1.0], [1.0]) == 0.5
+    assert auroc([0.0], [1.0, 2.0]) == 0
+
+
+def test_the_scores_are_the_log_odds_of_the_largest_probability_and_the_energy():
+    logits = np.random.default_rng(2).normal(size=(9, 4)) * 3
+    probabilities = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
+    largest = probabilities.max(1)
+    np.testing.assert_allclose(max_probability(logits), np.log(largest / (1 - largest)), rtol=1e-9)
+    np.testing.assert_allclose(energy(logits), np.log(np.exp(logits).sum(1)), rtol=1e-12)
+
+
+def test_certain_predictions_do_not_tie():
+    logits = np.array([[900.0, 0.0], [0.0, 950.0]], dtype=np.float32)
+    np.testing.assert_allclose(max_probability(logits), [900, 950])
+    np.testing.assert_allclose(energy(logits), [900, 950])
+
+
+@pytest.mark.parametrize("ties", [False, True])
+def test_risk_and_coverage_are_those_of_a_loop_over_thresholds(ties):
+    values = scores(3, 50, ties)
+    correct = np.random.default_rng(4).random(50) < 0.7
+    expected, area = [], 0.0
+    for threshold in sorted(set(values), reverse=True):
+        answered = [right for value, right in zip(values, correct, strict=True) if value >= threshold]
+        expected.append((len(answered) / 50, answered.count(False) / len(answered)))
+    for value in values:
+        answered = [right for other, right in zip(values, correct, strict=True) if other >= value]
+        area += answered.count(False) / len(answered) / 50
+    coverage, risk = risk_coverage(values, correct)
+    np.testing.assert_allclose(np.stack([coverage, risk], 1), expected, rtol=1e-12)
+    assert risk_coverage_area(values, correct) == pytest.approx(area, abs=1e-12)
+
+
+def test_the_risk_of_answering_all_is_the_error():
+    correct = np.array([1, 1, 0, 1])
+    coverage, risk = risk_coverage([0.9, 0.2, 0.4, 0.6], correct)
+    assert (coverage[-1], risk[-1]) == (1, 0.25)
+    assert risk.tolist() == [0, 0, 1 / 3, 1 / 4]
+
+
+def test_foreign_images_are_wrong_answers():
+    by_split = {"test": [3.0, 2.0], "seen_foreign": [2.5], "unseen_foreign": [1.0]}
+    found = open_set_metrics({"energy": by_split}, [True, True])
+    assert found["accuracy"] == 1
+    assert (found["auroc_seen_foreign_energy"], found["auroc_unseen_foreign_energy"]) == (0.5, 1)
+    assert found["risk_coverage_area_energy"] == 0
+    assert found["risk_coverage_area_with_foreign_energy"] == pytest.approx((0 + 1 / 2 + 1 / 3 + 2 / 4) / 4)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> Path:
+    """Four steps of a loss that has a score of its own."""
+    folder = tmp_path_factory.mktemp("runs") / "openmatch"
+    training.main(arguments("digits/openmatch.yaml", folder))
+    return folder
+
+
+def test_a_run_is_evaluated_among_foreign_images_by_every_score(run):
+    evaluate.main([str(run), "--open_set", "true"])
+    found = json.loads((run / "evaluation_open_set.json").read_text())
+    reported = json.loads((run / "metrics.json").read_text())
+    assert found["accuracy"] == pytest.approx(reported["test_accuracy"], abs=1e-6)
+    names = {
+        f"auroc_{split}_foreign_{score}"
+        for split in ("seen", "unseen")
+        for score in (*evaluate.SCORES, "own_score")
+    }
+    assert names <= found.keys()
+    assert (run / "risk_coverage.png").stat().st_size > 10_000
+
+
+def test_a_score_of_the_loss_is_that_of_the_best_checkpoint(run):
+    best = json.loads((run / "metrics.json").read_text())["best_step"]
+    checkpoint = run / f"checkpoint-{best}"
+    assert (run / "loss.safetensors").read_bytes() == (checkpoint / "loss.safetensors").read_bytes()
+    assert (run / "model.safetensors").read_bytes() == (checkpoint / "model.safetensors").read_bytes()
+
+
+def test_where_no_class_is_unseen_only_the_seen_ones_are_compared(run):
+    evaluate.main([str(run), "--open_set", "true", "--zeta", "100"])
+    found = json.loads((run / "evaluation_open_set.json").read_text())
+    assert "auroc_seen_foreign_energy" in found
+    assert "auroc_unseen_foreign_energy" not in found
+
+
+def test_data_without_foreign_images_say_so():
+    with pytest.raises(ValueError, match="Unknown setting of folders 'foreign'"):
+        load_dataset("folders", labeled="labeled", unlabeled="pile", foreign=True)
+
+
+def test_a_loss_without_a_score_leaves_no_state_behind(tmp_path):
+    training.main(arguments("digits/uasd.yaml", tmp_path / "run"))
+    assert (tmp_path / "run/checkpoint-4/loss.safetensors").is_file()
+    assert not (tmp_path / "run/loss.safetensors").exists()
+
+
+@pytest.mark.parametrize(
+    ("zeta", "seen", "unseen"), [(0, (), (6, 7, 8, 9)), (50, (6, 7), (8, 9)), (100, (6, 7, 8, 9), ())]
+)
+def test_foreign_digits_are_the_test_images_of_digits_that_are_not_labeled(zeta, seen, unseen, tmp_path):
+    pixels, labels = read_digits()
+    data = load_dataset("digits_open_set", f"zeta{zeta}", foreign=True, cache_dir=tmp_path)
+    digit_of = {image.tobytes(): int(label) for image, label in zip(pixels, labels, strict=True)}
+    for name, digits in (("seen_foreign", seen), ("unseen_foreign", unseen)):
+        if not digits:
+            assert name not in data
+            continue
+        assert data[name].column_names == ["image"]
+        found = [digit_of[np.asarray(image).tobytes()] for image in data[name]["image"]]
+        assert sorted(found) == sorted(digits * 60)
+
+
+def test_foreign_images_are_in_no_other_split_and_change_none(tmp_path):
+    plain = load_dataset("digits_open_set", cache_dir=tmp_path)
+    data = load_dataset("digits_open_set", foreign=True, cache_dir=tmp_path)
+    assert list(plain) == ["labeled", "unlabeled", "validation", "test"]
+    contents = {name: {np.asarray(image).tobytes() for image in data[name]["image"]} for name in data}
+    for name in plain:
+        assert {np.asarray(image).tobytes() for image in plain[name]["image"]} == contents[name]
+        assert not contents[name] & (contents["seen_foreign"] | contents["unseen_foreign"])
+
+
+def test_foreign_images_are_not_exported(tmp_path):
+    with pytest.raises(ValueError, match="not exported"):
+        export_dataset("digits_open_set", "zeta50", tmp_path / "out", foreign=True)
+
+
+def test_the_figure_draws_every_curve_under_its_name():
+    curves = {"known": ([0.5, 1.0], [0.0, 0.2]), "all": ([0.25, 1.0], [0.1, 0.4])}
+    axes = plot_risk_coverage(curves).axes[0]
+    assert {line.get_label(): tuple(map(list, line.get_data())) for line in axes.lines} == curves
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["known", "all"]
