@@ -21,6 +21,7 @@ from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 
 from hf_fixastep.checks import check_choice
+from hf_fixastep.disk import digest
 
 
 logger = logging.getLogger(__name__)
@@ -101,14 +102,6 @@ def prune(checkpoint: Path, limit: int | None, best: str | None) -> None:
 
 def files(folder: Path) -> list[Path]:
     return sorted(path for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST)
-
-
-def digest(path: Path) -> str:
-    total = hashlib.sha256()
-    with open(path, "rb") as file:
-        while chunk := file.read(1 << 20):
-            total.update(chunk)
-    return total.hexdigest()
 
 
 def sync(path: Path) -> None:

@@ -28,7 +28,6 @@ from transformers.trainer import TRAINER_STATE_NAME
 
 from hf_fixastep.callbacks import (
     GateMonitorCallback,
-    HubCardCallback,
     LogResumeCallback,
     NonFiniteCallback,
     ProgressBarCallback,
@@ -53,6 +52,7 @@ from hf_fixastep.data.images import Images
 from hf_fixastep.data.loader import PairedLoader, as_is, generator_for
 from hf_fixastep.data.views import VIEWS, Views
 from hf_fixastep.evaluation.metrics import classification_metrics
+from hf_fixastep.hub.callback import HubCardCallback
 from hf_fixastep.hub.client import create_repo
 from hf_fixastep.losses import get_loss
 from hf_fixastep.losses.base import Losses, SemiSupervisedLoss

@@ -30,9 +30,9 @@ from hf_fixastep.evaluation.open_set import (
     risk_coverage,
     with_foreign,
 )
-from hf_fixastep.hub.cards import RECIPE
 from hf_fixastep.plots import RESOLUTION, plot_risk_coverage
 from hf_fixastep.runs.arguments import DataArguments, parse
+from hf_fixastep.runs.folder import RECIPE
 from hf_fixastep.runs.recipe import read_mapping, read_yaml
 from hf_fixastep.runs.training import load_data
 from hf_fixastep.trainer import LOSS_STATE, views_of

@@ -11,9 +11,10 @@ from dataclasses import dataclass, field
 
 from huggingface_hub import CommitInfo
 
-from hf_fixastep.hub.cards import ALLOWED, CARD, Run, prepare_model, push_dataset
+from hf_fixastep.hub.cards import ALLOWED, prepare_model, push_dataset
 from hf_fixastep.hub.client import push_files
 from hf_fixastep.runs.arguments import DataArguments, parse
+from hf_fixastep.runs.folder import CARD, RunFolder
 
 
 @dataclass
@@ -43,7 +44,7 @@ class DatasetArguments:
 
 
 def push_run(folder: str, argv: list[str]) -> CommitInfo | None:
-    run = Run.read(folder)
+    run = RunFolder.read(folder)
     args, given = parse((PushArguments,), argv)
     told = {name: value for name, value in run.recipe.items() if name in vars(args)} | given
     files = prepare_model(run, *(told.get(f"hub_{name}") for name in ("model_id", "license", "intended_use")))

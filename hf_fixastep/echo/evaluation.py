@@ -33,7 +33,6 @@ from hf_fixastep.echo.prediction import Classifier
 from hf_fixastep.evaluation.calibration import Calibration, calibrate, probabilities, write_calibration
 from hf_fixastep.evaluation.intervals import Estimate, confusions, estimate
 from hf_fixastep.evaluation.metrics import balanced_accuracy, calibration_error
-from hf_fixastep.hub.cards import RECIPE
 from hf_fixastep.plots import (
     BLACK,
     BLUE,
@@ -46,6 +45,7 @@ from hf_fixastep.plots import (
     tidy,
 )
 from hf_fixastep.runs.arguments import parse
+from hf_fixastep.runs.folder import RECIPE
 from hf_fixastep.runs.recipe import read_mapping, read_yaml
 
 

@@ -17,6 +17,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from hf_fixastep.disk import write_atomically
+
 
 logger = logging.getLogger(__name__)
 
@@ -143,6 +145,5 @@ def write_calibration(folder: str | os.PathLike[str], calibration: Calibration) 
     """Put a calibration into the config.json of a saved model, and leave the rest of the file as it is."""
     path = Path(folder) / "config.json"
     config = json.loads(path.read_text()) | {"calibration": asdict(calibration)}
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(config, indent=2) + "\n")
-    partial.replace(path)
+    with write_atomically(path) as partial:
+        partial.write_text(json.dumps(config, indent=2) + "\n")

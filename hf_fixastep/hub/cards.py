@@ -8,7 +8,6 @@ import re
 import tempfile
 import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from string import Template
 from typing import Any
@@ -18,27 +17,14 @@ from huggingface_hub import CommitInfo, EvalResult, HfApi, ModelCardData
 from huggingface_hub.errors import RemoteEntryNotFoundError, RepositoryNotFoundError, RevisionNotFoundError
 from safetensors import SafetensorError, safe_open
 
-from hf_fixastep.checkpoints import digest
 from hf_fixastep.data.registry import DATASETS, check_shareable, export_dataset
+from hf_fixastep.disk import digest
 from hf_fixastep.hub import client
 from hf_fixastep.models import WideResNetConfig
 from hf_fixastep.names import METHODS
+from hf_fixastep.runs.folder import CARD, CONFIGS, FIGURES, LOG, METRICS, RECIPE, WEIGHTS, RunFolder
 
 
-FIGURES = {
-    "losses.png": "Losses and validation accuracy over the training",
-    "gate.png": "How often the gate was open, and the cosine of the two gradients",
-    "cosines.png": "The cosines of all steps",
-    "confusion.png": "True and predicted classes of the test images",
-}
-WEIGHTS, METRICS, LOG, RECIPE, CARD = (
-    "model.safetensors",
-    "metrics.json",
-    "log.csv",
-    "recipe.yaml",
-    "README.md",
-)
-CONFIGS = ("config.json", "preprocessor_config.json")
 # All that a model on the Hub may consist of: no pickle, no optimizer, no image of the data.
 ALLOWED = (WEIGHTS, *CONFIGS, CARD, METRICS, LOG, RECIPE, *FIGURES)
 # Settings, said by nobody else.
@@ -145,47 +131,6 @@ CITATIONS = {
 }
 
 
-@dataclass
-class Run:
-    """A trained model and what is known about it.
-
-    Args:
-        folder: holds weights, config and image processor, and maybe figures and the log.
-        metrics: results and facts, as `metrics.json` has them.
-        recipe: the settings given.
-        log: where the log is, if not in the folder.
-    """
-
-    folder: Path
-    metrics: dict[str, Any]
-    recipe: dict[str, Any]
-    log: Path | None = None
-
-    @classmethod
-    def read(cls, folder: str | Path) -> Run:
-        folder = Path(folder)
-        missing = [name for name in (WEIGHTS, *CONFIGS, METRICS, RECIPE) if not (folder / name).is_file()]
-        if missing:
-            raise ValueError(
-                f"{folder} holds no {' and no '.join(missing)}, so it is no finished run: give the folder of one, "
-                "such as runs/quickstart."
-            )
-        metrics = json.loads((folder / METRICS).read_text())
-        return cls(folder, metrics, yaml.safe_load((folder / RECIPE).read_text()) or {})
-
-    @property
-    def config(self) -> dict[str, Any]:
-        return json.loads((self.folder / "config.json").read_text())
-
-    @property
-    def class_names(self) -> list[str]:
-        return list(self.config.get("id2label", {}).values())
-
-    @property
-    def medical(self) -> bool:
-        return bool(self.metrics.get("dataset", {}).get("medical"))
-
-
 # ---- texts that users give
 
 
@@ -282,7 +227,7 @@ def recalls_of(metrics: Mapping[str, Any], split: str) -> list[float]:
 
 
 def model_card(
-    run: Run, repo_id: str | None = None, license: str | None = None, intended_use: str | None = None
+    run: RunFolder, repo_id: str | None = None, license: str | None = None, intended_use: str | None = None
 ) -> str:
     """The README.md of a model; before it is pushed it speaks of the local folder."""
     name = repo_id or str(run.folder)
@@ -315,7 +260,7 @@ def template(name: str = "model_card.md") -> str:
     return (place / name).read_text(encoding="utf-8")
 
 
-def header(run: Run, title: str, license: str | None) -> ModelCardData:
+def header(run: RunFolder, title: str, license: str | None) -> ModelCardData:
     """What the Hub reads."""
     metrics, data = run.metrics, run.metrics.get("dataset", {})
     results = [
@@ -347,7 +292,7 @@ def header(run: Run, title: str, license: str | None) -> ModelCardData:
     )
 
 
-def summary(run: Run) -> str:
+def summary(run: RunFolder) -> str:
     names, metrics = run.class_names, run.metrics
     images, data = metrics.get("images", {}), metrics.get("dataset", {})
     shown = ", ".join(escape(name, 40) for name in names[:12]) + (", and others" if len(names) > 12 else "")
@@ -383,7 +328,7 @@ def method(metrics: Mapping[str, Any]) -> str:
     return f"{base} and Fix-A-Step{parts}"
 
 
-def usage(run: Run, name: str) -> str:
+def usage(run: RunFolder, name: str) -> str:
     ours = run.config.get("model_type") == WideResNetConfig.model_type
     lines = ["```python"]
     if ours:
@@ -398,7 +343,7 @@ def usage(run: Run, name: str) -> str:
     return "\n".join(lines)
 
 
-def describe_data(run: Run) -> str:
+def describe_data(run: RunFolder) -> str:
     data, images = run.metrics.get("dataset", {}), run.metrics.get("images", {})
     name = data.get("name")
     lines = []
@@ -415,7 +360,7 @@ def describe_data(run: Run) -> str:
     return "\n\n".join(lines)
 
 
-def describe_training(run: Run) -> str:
+def describe_training(run: RunFolder) -> str:
     metrics = run.metrics
     lines = [f"Loss: {method(metrics)}, {metrics['steps']:,} steps."]
     if metrics.get("best_step"):
@@ -433,7 +378,7 @@ def describe_training(run: Run) -> str:
     return "\n\n".join([*lines, *([f"Made with {versions}."] if versions else [])])
 
 
-def describe_results(run: Run) -> str:
+def describe_results(run: RunFolder) -> str:
     metrics = run.metrics
     rows = [
         [
@@ -458,7 +403,7 @@ def describe_results(run: Run) -> str:
     return "\n\n".join(lines)
 
 
-def recall_rows(run: Run) -> list[list[str]]:
+def recall_rows(run: RunFolder) -> list[list[str]]:
     """Name, images and recall of each class in the test split, if they are few."""
     counts = run.metrics.get("support", {}).get("test", [])
     present = [(name, count) for name, count in zip(run.class_names, counts, strict=False) if count]
@@ -479,7 +424,7 @@ def describe_speed(metrics: Mapping[str, Any]) -> str:
     return f"{speed['steps_per_second']:.3g} steps per second in training, evaluations and saving included ({where})."
 
 
-def describe_use(run: Run, intended_use: str | None) -> str:
+def describe_use(run: RunFolder, intended_use: str | None) -> str:
     lines = (
         [f"Meant for: {escape(intended_use, 2000)}"]
         if intended_use
@@ -493,7 +438,7 @@ def describe_use(run: Run, intended_use: str | None) -> str:
     return "\n\n".join(lines)
 
 
-def limits(run: Run) -> Iterable[str]:
+def limits(run: RunFolder) -> Iterable[str]:
     labeled = run.metrics.get("images", {}).get("labeled")
     if labeled:
         yield f"- Its classes are known from {labeled:,} labeled images. Another choice of them gives another model."
@@ -536,7 +481,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 # ---- pushes
 
 
-def model_files(run: Run, card: str) -> dict[str, bytes | Path]:
+def model_files(run: RunFolder, card: str) -> dict[str, bytes | Path]:
     """What a push of this run consists of, by name on the Hub; each file is checked for what it should be."""
     files: dict[str, bytes | Path] = {CARD: card.encode()}
     files[METRICS] = json.dumps(shared(run.metrics), indent=2).encode()
@@ -573,7 +518,7 @@ def shared_config(path: Path) -> dict[str, Any]:
     return shared(config) | classes
 
 
-def check_weights(run: Run) -> Path:
+def check_weights(run: RunFolder) -> Path:
     path = run.folder / WEIGHTS
     try:
         with safe_open(path, framework="numpy") as weights:
@@ -600,7 +545,7 @@ def check_intended_use(medical: bool, intended_use: str | None) -> None:
 
 
 def prepare_model(
-    run: Run, repo_id: str | None, license: str | None, intended_use: str | None
+    run: RunFolder, repo_id: str | None, license: str | None, intended_use: str | None
 ) -> dict[str, bytes | Path]:
     """The files of a push, once everything that a card cannot know was given."""
     client.check_repo_id(repo_id)

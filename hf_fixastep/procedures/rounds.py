@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
-import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,10 +21,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import set_seed
 
-from hf_fixastep.callbacks import LOG_NAME
 from hf_fixastep.checkpoints import as_json, checkpoints, describe, find_checkpoint, only_run
 from hf_fixastep.data.images import Images
+from hf_fixastep.disk import write_atomically
 from hf_fixastep.losses.base import SemiSupervisedLoss
+from hf_fixastep.runs.folder import LOG
 from hf_fixastep.trainer import FixAStepTrainer
 
 
@@ -195,8 +195,8 @@ class Rounds:
             tensors = make()
             if self.trainer.args.should_save:
                 path.parent.mkdir(parents=True, exist_ok=True)
-                save_file(tensors, f"{path}.partial")
-                os.replace(f"{path}.partial", path)
+                with write_atomically(path) as partial:
+                    save_file(tensors, partial)
         PartialState().wait_for_everyone()
         return load_file(path)
 
@@ -213,11 +213,11 @@ class Rounds:
         if self.trainer.args.should_save:
             logs, step = [], 0
             for each in self.done:
-                log = pd.read_csv(self.folder / each.name / LOG_NAME)
+                log = pd.read_csv(self.folder / each.name / LOG)
                 logs.append(log.assign(step=log["step"] + step, round=each.name))
                 step += each.steps
-            pd.concat(logs).to_csv(self.folder / f"{LOG_NAME}.partial", index=False)
-            os.replace(self.folder / f"{LOG_NAME}.partial", self.folder / LOG_NAME)
+            with write_atomically(self.folder / LOG) as partial:
+                pd.concat(logs).to_csv(partial, index=False)
             write_json(self.folder / ROUNDS, [asdict(each) for each in self.done])
 
 
@@ -237,6 +237,5 @@ def from_main(make: Callable[[], T]) -> T:
 
 def write_json(path: Path, content: Any) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f"{path.name}.partial")
-    partial.write_text(json.dumps(content, indent=2))
-    os.replace(partial, path)
+    with write_atomically(path) as partial:
+        partial.write_text(json.dumps(content, indent=2))

@@ -32,7 +32,7 @@ from hf_fixastep.config import FixAStepConfig
 from hf_fixastep.data.images import Images
 from hf_fixastep.data.registry import load_dataset
 from hf_fixastep.trainer import FixAStepTrainer
-from hf_fixastep.callbacks import LOG_NAME
+from hf_fixastep.runs.folder import LOG, PREDICTIONS
 from hf_fixastep.hub.cards import check_intended_use
 from hf_fixastep.checkpoints import checkpoints, find_checkpoint
 from hf_fixastep.runs.arguments import DataArguments, ModelArguments, parse
@@ -43,9 +43,6 @@ from hf_fixastep.checks import check_choice
 from hf_fixastep.plots import save_figures
 from hf_fixastep.procedures import get_procedure, run_procedure
 from hf_fixastep.procedures.rounds import PROCEDURE
-
-
-PREDICTIONS = "test_predictions.csv"  # class numbers, one row per test image
 
 
 def load_data(args: DataArguments) -> Any:
@@ -157,7 +154,7 @@ def finish(trainer: FixAStepTrainer, data: Any) -> None:
     answers.to_csv(folder / PREDICTIONS, index=False)
     # All classes, also those that test images of one's own may lack.
     confusion = confusion_matrix(answers["label"], answers["prediction"], labels=range(len(trainer.class_names)))
-    figures = save_figures(pd.read_csv(folder / LOG_NAME), confusion, trainer.class_names, folder)
+    figures = save_figures(pd.read_csv(folder / LOG), confusion, trainer.class_names, folder)
     trainer.card.write(metrics)
     print_table(metrics, folder, figures)
     if trainer.args.push_to_hub:

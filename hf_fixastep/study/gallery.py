@@ -26,13 +26,12 @@ from torch import Tensor
 from transformers.utils import logging
 
 from hf_fixastep import FixAStepTrainer
-from hf_fixastep.callbacks import LOG_NAME
 from hf_fixastep.data.loader import generator_for
 from hf_fixastep.data.views import VIEWS
-from hf_fixastep.hub.cards import METRICS, RECIPE
 from hf_fixastep.plots import BLACK, ORANGE, WIDTH, percent, tidy
 from hf_fixastep.runs import training
 from hf_fixastep.runs.arguments import parse
+from hf_fixastep.runs.folder import LOG, METRICS, RECIPE
 from hf_fixastep.step.mixing import draw_partners
 from hf_fixastep.study.figures import SKY, save
 
@@ -326,7 +325,7 @@ def main(argv: list[str]) -> None:
             print("The run did not mix labeled images, so augmentations shows views only.")
         try:
             check_gate(trainer, facts)
-            found = tally(trainer, pd.read_csv(folder / LOG_NAME))
+            found = tally(trainer, pd.read_csv(folder / LOG))
         except ValueError as reason:
             print(reason)
         else:

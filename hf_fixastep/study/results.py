@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
-from hf_fixastep.callbacks import LOG_NAME
 from hf_fixastep.config import FixAStepConfig, preset
-from hf_fixastep.hub.cards import METRICS, RECIPE
+from hf_fixastep.disk import write_atomically
+from hf_fixastep.runs.folder import LOG, METRICS, PREDICTIONS, RECIPE
 from hf_fixastep.runs.recipe import read_mapping, read_yaml
-from hf_fixastep.runs.training import PREDICTIONS
 
 
 TABLE = "results.parquet"
@@ -72,9 +70,8 @@ def read_runs(paths: Sequence[str | Path]) -> pd.DataFrame:
 def write_table(rows: Sequence[dict[str, Any]], path: Path) -> None:
     """The table, whole or not at all."""
     frame = pd.DataFrame(sorted(rows, key=lambda row: row["run"]))
-    partial = path.with_name(f"{path.name}.partial-{os.getpid()}")
-    frame.to_parquet(partial, index=False, compression="zstd")
-    partial.replace(path)
+    with write_atomically(path) as partial:
+        frame.to_parquet(partial, index=False, compression="zstd")
 
 
 def read_run(folder: Path) -> dict[str, Any]:
@@ -103,7 +100,7 @@ def read_run(folder: Path) -> dict[str, Any]:
             f"hash_{name}": data["hashes"].get(name)
             for name in ("labeled", "unlabeled", "validation", "test")
         },
-        **curves(pd.read_csv(folder / LOG_NAME)),
+        **curves(pd.read_csv(folder / LOG)),
         "seconds": finished.get("seconds"),
         "resumed": finished.get("resumed"),
         "steps_per_second": speed.get("steps_per_second"),

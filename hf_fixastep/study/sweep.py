@@ -35,10 +35,11 @@ from filelock import FileLock, Timeout
 from hf_fixastep import FixAStepConfig
 from hf_fixastep.checkpoints import checkpoints
 from hf_fixastep.checks import check_choice
-from hf_fixastep.hub.cards import METRICS
+from hf_fixastep.disk import write_atomically
 from hf_fixastep.procedures.rounds import PROCEDURE
 from hf_fixastep.runs import training
 from hf_fixastep.runs.arguments import parse
+from hf_fixastep.runs.folder import METRICS
 from hf_fixastep.runs.recipe import read, read_recipe, read_yaml
 from hf_fixastep.study.results import FINISHED, OUTWARD, TABLE, read_run, write_table
 
@@ -195,9 +196,8 @@ def work(folder: Path, settings: dict[str, Any], sweep: Connection) -> None:
         argv = ["--config", str(folder / SETTINGS), "--output_dir", str(folder), "--disable_tqdm", "true"]
         training.main([*argv, "--resume_from_checkpoint", "true"] if resumed else argv)
         facts = {"seconds": round(time.monotonic() - start, 1), "resumed": resumed}
-        partial = folder / f"{FINISHED}.partial"
-        partial.write_text(json.dumps(facts))
-        partial.replace(folder / FINISHED)
+        with write_atomically(folder / FINISHED) as partial:
+            partial.write_text(json.dumps(facts))
         for checkpoint in checkpoints(folder):
             shutil.rmtree(checkpoint)
 

@@ -19,14 +19,13 @@ from safetensors.torch import save_file
 from scipy.stats import binomtest
 
 from hf_fixastep import LOSSES
-from hf_fixastep.checkpoints import digest
+from hf_fixastep.disk import digest
 from hf_fixastep.hub import client
 from hf_fixastep.hub.cards import (
     ALLOWED,
     CITATIONS,
     FIGURES,
     FIX_A_STEP,
-    Run,
     escape,
     intervals,
     mean_interval,
@@ -38,6 +37,7 @@ from hf_fixastep.hub.cards import (
     wilson,
 )
 from hf_fixastep.names import METHODS
+from hf_fixastep.runs.folder import RunFolder
 
 
 ROOT = Path(__file__).parents[2]
@@ -108,7 +108,7 @@ READABLE = [
 
 
 @pytest.fixture
-def run(tmp_path) -> Run:
+def run(tmp_path) -> RunFolder:
     """A finished run, without a training: three classes, two of them in the test split."""
     folder = tmp_path / "run"
     folder.mkdir()
@@ -145,7 +145,7 @@ def run(tmp_path) -> Run:
     (folder / "recipe.yaml").write_text(
         yaml.safe_dump({"loss": "fixmatch", "zeta": 50, "data_dir": "/home/me/data"})
     )
-    return Run.read(folder)
+    return RunFolder.read(folder)
 
 
 def write_config(folder: Path, names: list[str], **more: object) -> None:
@@ -355,7 +355,7 @@ def test_nothing_breaks_out_of_the_card(run, text):
 def test_the_name_of_a_folder_stays_inside_the_code(run, tmp_path, name):
     ordinary = structure(body(model_card(run)))
     moved = run.folder.rename(tmp_path / name)
-    card = model_card(Run.read(moved))
+    card = model_card(RunFolder.read(moved))
     assert structure(body(card)) == ordinary
     code = re.search(r"```python\n(.*?)\n```", card, re.DOTALL)[1]
     called = {}
@@ -535,7 +535,7 @@ def test_the_card_of_a_phantom_says_so_and_claims_nothing_of_hospitals(run):
 def test_a_folder_that_is_no_finished_run_is_refused(run, name):
     (run.folder / name).unlink()
     with pytest.raises(ValueError, match=f"holds no {re.escape(name)}, so it is no finished run"):
-        Run.read(run.folder)
+        RunFolder.read(run.folder)
 
 
 # ---- the template
@@ -565,7 +565,7 @@ def test_a_wheel_holds_the_template_and_writes_cards(run, tmp_path):
     program = (
         "import hf_fixastep.cards as cards\n"
         f"assert cards.__file__.startswith({str(tmp_path)!r}), cards.__file__\n"
-        f"print(cards.model_card(cards.Run.read({str(run.folder)!r}), 'org/name', 'mit'))"
+        f"print(cards.model_card(cards.RunFolder.read({str(run.folder)!r}), 'org/name', 'mit'))"
     )
     done = subprocess.run(
         [sys.executable, "-c", program],

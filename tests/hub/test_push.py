@@ -24,11 +24,11 @@ from PIL import Image
 from transformers import AutoModelForImageClassification, TrainingArguments
 
 from hf_fixastep import FixAStepConfig, load_dataset
-from hf_fixastep.callbacks import HubCardCallback
 from hf_fixastep.cli import push
 from hf_fixastep.data import DATASETS
 from hf_fixastep.data.digits import DigitsOpenSet
 from hf_fixastep.hub import cards, client
+from hf_fixastep.hub.callback import HubCardCallback
 from hf_fixastep.runs import training
 from hf_fixastep.runs.arguments import parse
 from hf_fixastep.runs.recipe import read_yaml
