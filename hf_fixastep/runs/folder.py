@@ -1,0 +1,68 @@
+"""The folder that a run leaves behind: the names of its files, and how to read it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+
+FIGURES = {
+    "losses.png": "Losses and validation accuracy over the training",
+    "gate.png": "How often the gate was open, and the cosine of the two gradients",
+    "cosines.png": "The cosines of all steps",
+    "confusion.png": "True and predicted classes of the test images",
+}
+WEIGHTS, METRICS, LOG, RECIPE, CARD = (
+    "model.safetensors",
+    "metrics.json",
+    "log.csv",
+    "recipe.yaml",
+    "README.md",
+)
+CONFIGS = ("config.json", "preprocessor_config.json")
+PREDICTIONS = "test_predictions.csv"  # class numbers, one row per test image
+
+
+@dataclass
+class RunFolder:
+    """A trained model and what is known about it.
+
+    Args:
+        folder: holds weights, config and image processor, and maybe figures and the log.
+        metrics: results and facts, as `metrics.json` has them.
+        recipe: the settings given.
+        log: where the log is, if not in the folder.
+    """
+
+    folder: Path
+    metrics: dict[str, Any]
+    recipe: dict[str, Any]
+    log: Path | None = None
+
+    @classmethod
+    def read(cls, folder: str | Path) -> RunFolder:
+        folder = Path(folder)
+        missing = [name for name in (WEIGHTS, *CONFIGS, METRICS, RECIPE) if not (folder / name).is_file()]
+        if missing:
+            raise ValueError(
+                f"{folder} holds no {' and no '.join(missing)}, so it is no finished run: give the folder of one, "
+                "such as runs/quickstart."
+            )
+        metrics = json.loads((folder / METRICS).read_text())
+        return cls(folder, metrics, yaml.safe_load((folder / RECIPE).read_text()) or {})
+
+    @property
+    def config(self) -> dict[str, Any]:
+        return json.loads((self.folder / "config.json").read_text())
+
+    @property
+    def class_names(self) -> list[str]:
+        return list(self.config.get("id2label", {}).values())
+
+    @property
+    def medical(self) -> bool:
+        return bool(self.metrics.get("dataset", {}).get("medical"))
