@@ -45,6 +45,9 @@ class TeacherCallback(TrainerCallback):
     def __init__(self, trainer: FixAStepTrainer) -> None:
         self.trainer = trainer
 
+    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self.trainer.set_up()
+
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if self.trainer.teacher is not None and not self.trainer.accelerator.optimizer_step_was_skipped:
             self.trainer.teacher.update(self.trainer.core_model)
@@ -101,9 +104,6 @@ class NonFiniteCallback(TrainerCallback):
         self.trainer = trainer
         self.patience = patience
 
-    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        self.trainer.bad_steps = 0
-
     def on_log(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         window = self.trainer.window.pop("nonfinite/labeled", [])
         for step, skipped in enumerate(window, state.global_step - len(window) + 1):
@@ -115,16 +115,6 @@ class NonFiniteCallback(TrainerCallback):
         last, _ = newest_complete(args.output_dir)
         found = f"The labeled gradient was not finite in {self.patience} steps in a row up to step {step}"
         return f"{found}; none of them reached the weights. Lower the learning rate; last good checkpoint: {last}."
-
-
-class LogResumeCallback(TrainerCallback):
-    """Go on with the log where the checkpoint stopped; the Trainer sets its sums to zero just before."""
-
-    def __init__(self, trainer: FixAStepTrainer) -> None:
-        self.trainer = trainer
-
-    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        self.trainer.resume_log()
 
 
 class SignalCallback(TrainerCallback):
@@ -191,3 +181,7 @@ def write_log(history: list[dict[str, Any]], path: str | Path) -> None:
         writer = csv.DictWriter(file, columns)
         writer.writeheader()
         writer.writerows(rows)
+
+
+# Made by the trainer for itself, in this order.
+BETWEEN_STEPS = (UnlabeledWeightCallback, TeacherCallback, GateMonitorCallback, NonFiniteCallback)

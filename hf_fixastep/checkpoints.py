@@ -1,6 +1,4 @@
-"""Checkpoints that are complete or not there: written aside, listed with their hashes, renamed at the very
-end.
-"""
+"""Checkpoints that are complete, which a manifest with the hashes of their files says, or do not count."""
 
 from __future__ import annotations
 
@@ -21,16 +19,14 @@ from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 
 from hf_fixastep.checks import check_choice
-from hf_fixastep.disk import digest
+from hf_fixastep.disk import digest, write_atomically
 
 
 logger = logging.getLogger(__name__)
 
 MANIFEST = "manifest.txt"  # its own hash, then one line per file: hash, size, name
 RUN = "fixastep.json"  # what a checkpoint may be resumed with
-# The Trainer keeps names that begin like this from the Hub.
-PARTIAL = "_partial"  # checkpoints being written or removed; what a dead run left there goes at the next save
-LOCK = "_lock"
+LOCK = "_lock"  # the Trainer keeps names that begin like this from the Hub
 
 OPTIMIZER_SETTINGS = (
     "learning_rate",
@@ -57,47 +53,54 @@ SETTINGS = (
 
 
 @contextlib.contextmanager
-def saving(checkpoint: Path) -> Iterator[Path]:
-    """The folder to write `checkpoint` into; what goes wrong with the disk inside is one clear OSError."""
-    partial = checkpoint.parent / PARTIAL
+def saving(checkpoint: Path) -> Iterator[None]:
+    """Whatever goes wrong with the disk inside is one clear OSError, and leaves nothing of the checkpoint."""
     try:
-        yield partial / checkpoint.name
+        yield
     except (
         OSError,
         RuntimeError,
         SafetensorError,
     ) as error:  # torch and safetensors have errors of their own
-        shutil.rmtree(partial, ignore_errors=True)
+        remove(checkpoint)
         raise OSError(
             f"{checkpoint} could not be saved, earlier checkpoints are as they were: {error}"
         ) from error
 
 
-def publish(written: Path, checkpoint: Path) -> None:
-    """Give a written checkpoint its name; by then all of it is on the disk."""
-    lines = [f"{digest(path)} {path.stat().st_size} {path.relative_to(written)}\n" for path in files(written)]
+def complete(checkpoint: Path) -> None:
+    """Make a checkpoint count, by listing its files with their hashes; by then all of it is on the disk."""
+    lines = [
+        f"{digest(path)} {path.stat().st_size} {path.relative_to(checkpoint)}\n" for path in files(checkpoint)
+    ]
     body = "".join(lines).encode()
-    (written / MANIFEST).write_bytes(hashlib.sha256(body).hexdigest().encode() + b"\n" + body)
-    for path in [*written.rglob("*"), written]:
+    for path in [*checkpoint.rglob("*"), checkpoint]:
         sync(path)
-    if checkpoint.exists():  # damaged, or of a run that was given up
-        checkpoint.rename(written.with_name(f"{checkpoint.name}.old"))
-    written.rename(checkpoint)
-    sync(checkpoint.parent)
+    with write_atomically(checkpoint / MANIFEST) as partial:
+        partial.write_bytes(hashlib.sha256(body).hexdigest().encode() + b"\n" + body)
+        sync(partial)
+    for path in (checkpoint, checkpoint.parent):
+        sync(path)
+
+
+def remove(checkpoint: Path) -> None:
+    """Delete a checkpoint if it is there, its manifest first: a kill meanwhile leaves nothing that counts."""
+    with contextlib.suppress(OSError):
+        (checkpoint / MANIFEST).unlink(missing_ok=True)
+    shutil.rmtree(checkpoint, ignore_errors=True)
 
 
 def prune(checkpoint: Path, limit: int | None, best: str | None) -> None:
-    """Remove the oldest checkpoints beside this one, the newest; never it nor the best one."""
-    found = checkpoints(checkpoint.parent)
+    """Remove the oldest checkpoints beside this one, the newest, and incomplete ones; never it nor the best one."""
     kept = {checkpoint.resolve(), *([Path(best).resolve()] if best else [])}
+    found = checkpoints(checkpoint.parent)
     others = [folder for folder in found if folder.resolve() not in kept]
-    # Later ones are of a run that was given up.
+    # Those of later steps are of a run that was given up.
     others.sort(key=lambda folder: step_of(folder) <= step_of(checkpoint))
     surplus = len(found) - max(limit, len(found) - len(others)) if limit and limit > 0 else 0
-    partial = checkpoint.parent / PARTIAL
-    for folder in others[: max(surplus, 0)]:
-        folder.rename(partial / folder.name)  # a kill while it is removed leaves no half of it
-    shutil.rmtree(partial)
+    leftovers = [folder for folder in checkpoint_folders(checkpoint.parent) if folder not in found]
+    for folder in [*others[: max(surplus, 0)], *leftovers]:
+        remove(folder)
 
 
 def files(folder: Path) -> list[Path]:
@@ -136,7 +139,12 @@ def only_run(output_dir: str | Path) -> Iterator[None]:
 
 
 def checkpoints(output_dir: str | Path) -> list[Path]:
-    """All folders named checkpoint-N, by N."""
+    """All checkpoints that were completed, by their step."""
+    return [folder for folder in checkpoint_folders(output_dir) if (folder / MANIFEST).is_file()]
+
+
+def checkpoint_folders(output_dir: str | Path) -> list[Path]:
+    """All folders named checkpoint-N, by N; those of a save that was killed are incomplete."""
     found = [
         path for path in Path(output_dir).glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", path.name)
     ]
@@ -172,7 +180,7 @@ def damage(checkpoint: Path) -> str | None:
 def newest_complete(output_dir: str | Path) -> tuple[str | None, list[str]]:
     """The newest checkpoint without damage, and the newer ones with what is wrong with them."""
     skipped: list[str] = []
-    for checkpoint in reversed(checkpoints(output_dir)):
+    for checkpoint in reversed(checkpoint_folders(output_dir)):
         if (reason := damage(checkpoint)) is None:
             return str(checkpoint), skipped
         skipped.append(f"{checkpoint.name} ({reason})")

@@ -136,8 +136,6 @@ def own_field(default: Any, text: str) -> Any:
 class FixAStepConfig(TrainingArguments):
     """Training arguments of Fix-A-Step; everything else is inherited. A preset fills what is not given."""
 
-    _VALID_DICT_FIELDS = [*TrainingArguments._VALID_DICT_FIELDS, "loss_kwargs", "procedure_kwargs"]
-
     preset: str = own_field("paper", "paper, or upstream: what the official code executes.")
     loss: str = own_field("fixmatch", "Base loss, a key of LOSSES.")
     loss_kwargs: dict | str | None = preset_field("Arguments of the base loss, as JSON on the command line.")

@@ -23,7 +23,7 @@ import torch
 from transformers import TrainerCallback, TrainerState
 
 from hf_fixastep import Images, checkpoints
-from hf_fixastep.checkpoints import LOCK, PARTIAL, damage, find_checkpoint, newest_complete, only_run, prune
+from hf_fixastep.checkpoints import LOCK, damage, find_checkpoint, newest_complete, only_run, prune
 from hf_fixastep.trainer import FixAStepTrainer
 from tests.short_runs import assert_equal, logged, make_trainer, random_images, tiny_wide_resnet, train
 from tests.test_callbacks import poisoned
@@ -53,12 +53,10 @@ def empty_checkpoints(folder: Path, *steps: int) -> list[Path]:
     """Complete ones with one file each."""
     made = []
     for step in steps:
-        written = folder / PARTIAL / f"checkpoint-{step}"
-        written.mkdir(parents=True)
-        (written / "weights").write_text(f"of step {step}")
-        made.append(folder / written.name)
-        checkpoints.publish(written, made[-1])
-    (folder / PARTIAL).mkdir(exist_ok=True)
+        made.append(folder / f"checkpoint-{step}")
+        made[-1].mkdir(parents=True)
+        (made[-1] / "weights").write_text(f"of step {step}")
+        checkpoints.complete(made[-1])
     return made
 
 
@@ -177,34 +175,36 @@ def test_a_best_model_that_is_damaged_is_not_loaded(tmp_path: Path) -> None:
 # ---- order of writing and removing
 
 
-def test_leftovers_of_a_dead_run_are_no_checkpoints_and_go_at_the_next_save(tmp_path: Path) -> None:
-    for name in ("checkpoint-9", "checkpoint-3.old"):
-        (tmp_path / PARTIAL / name).mkdir(parents=True)
-        (tmp_path / PARTIAL / name / "model.safetensors").write_text("half of it")
-    assert newest_complete(tmp_path) == (None, [])
+def test_what_a_killed_save_left_is_no_checkpoint_and_goes_at_the_next_save(tmp_path: Path) -> None:
+    for name in ("checkpoint-1", "checkpoint-9"):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "model.safetensors").write_text("half of it")
+        (tmp_path / name / "of_another_loss.safetensors").write_text("not overwritten by the next save")
+    assert checkpoints.checkpoints(tmp_path) == []
+    assert newest_complete(tmp_path)[0] is None
     make_trainer(tmp_path, max_steps=1, **SAVING).train()
     assert names(tmp_path) == ["checkpoint-1", "log.csv"]
+    assert damage(tmp_path / "checkpoint-1") is None
+    assert not (tmp_path / "checkpoint-1" / "of_another_loss.safetensors").exists()
 
 
-def test_a_checkpoint_gets_its_name_last_and_older_ones_go_after_that(
+def test_older_checkpoints_go_when_the_new_one_is_complete(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen = []
+    """A save that dies before its last file, the manifest, has to leave the older checkpoint as it was."""
 
-    def watch(name: str) -> None:
-        original = getattr(checkpoints, name)
+    def die(checkpoint: Path) -> None:
+        raise KeyboardInterrupt
 
-        def watched(*args: Any) -> None:
-            seen.append((name, [path.name for path in checkpoints.checkpoints(tmp_path)]))
-            original(*args)
-
-        monkeypatch.setattr("hf_fixastep.trainer." + name, watched)
-
-    watch("publish")
-    watch("prune")
-    make_trainer(tmp_path, max_steps=2, save_total_limit=1, **SAVING).train()
-    one, both = ["checkpoint-1"], ["checkpoint-1", "checkpoint-2"]
-    assert seen == [("publish", []), ("prune", one), ("publish", one), ("prune", both)]
+    trainer = make_trainer(tmp_path, max_steps=2, save_total_limit=1, **SAVING)
+    trainer.add_callback(
+        AfterStep(2, lambda: monkeypatch.setattr("hf_fixastep._compat.checkpointing.complete", die))
+    )
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    assert newest_complete(tmp_path)[0] == str(tmp_path / "checkpoint-1")
+    monkeypatch.undo()
+    make_trainer(tmp_path, max_steps=2, save_total_limit=1, **SAVING).train(True)
     assert names(tmp_path) == ["checkpoint-2", "log.csv"]
 
 

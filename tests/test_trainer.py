@@ -826,7 +826,7 @@ print(min(faults))
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="Only glibc has mallopt.")
 def test_on_a_cpu_memory_is_kept_for_the_next_step() -> None:
     found = []
-    for before in ("", "from hf_fixastep.trainer import keep_freed_memory; keep_freed_memory()"):
+    for before in ("", "from hf_fixastep._compat.patches import tune_cpu; tune_cpu(None)"):
         code = FAULTS.format(before=before)
         found.append(
             int(subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout)

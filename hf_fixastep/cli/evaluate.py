@@ -22,6 +22,8 @@ from torch import Tensor
 from transformers import AutoImageProcessor, AutoModelForImageClassification, EvalPrediction
 
 from hf_fixastep import Images, SemiSupervisedLoss, get_loss
+from hf_fixastep._compat.checkpointing import LOSS_STATE
+from hf_fixastep.data.processing import views_of
 from hf_fixastep.evaluation.metrics import classification_metrics
 from hf_fixastep.evaluation.open_set import (
     energy,
@@ -35,7 +37,6 @@ from hf_fixastep.runs.arguments import DataArguments, parse
 from hf_fixastep.runs.folder import RECIPE
 from hf_fixastep.runs.recipe import read_mapping, read_yaml
 from hf_fixastep.runs.training import load_data
-from hf_fixastep.trainer import LOSS_STATE, views_of
 
 
 FOREIGN = ("seen_foreign", "unseen_foreign")

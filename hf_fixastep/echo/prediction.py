@@ -32,11 +32,11 @@ from transformers import AutoImageProcessor, AutoModelForImageClassification
 from transformers.utils import logging
 
 from hf_fixastep.data.files import UnreadableImage, printable
+from hf_fixastep.data.processing import views_of
 from hf_fixastep.echo.clips import PARTS, prepare, read_clip
 from hf_fixastep.echo.files import Tree
 from hf_fixastep.evaluation.calibration import Calibration, probabilities
 from hf_fixastep.runs.arguments import parse
-from hf_fixastep.trainer import views_of
 
 
 UNCALIBRATED = Calibration(1.0)

@@ -39,6 +39,13 @@ class HubCardCallback(TrainerCallback):
         self.recipe: dict[str, Any] | None = None  # the settings given, where someone knows
         self.pushing: threading.Thread | None = None
 
+    def create_repo(self, token: str | None = None) -> str:
+        """Make the repository before the training, so that nothing is missed after it."""
+        args = self.trainer.args
+        args.check_push()
+        where: dict[str, Any] = {"private": args.hub_private_repo, "token": token or args.hub_token}
+        return client.create_repo(str(args.hub_model_id), **where)
+
     @property
     def folder(self) -> Path:
         return Path(str(self.trainer.args.output_dir))

@@ -7,15 +7,20 @@ import torch.distributed as dist
 from torch import Tensor
 
 
-def class_weights(counts: Tensor) -> Tensor:
-    """Inverse to the images of each class, with the sum 1."""
+def class_weights(counts: Tensor, keep_scale: bool = False) -> Tensor:
+    """Inverse to the images of each class.
+
+    Args:
+        keep_scale: the mean over the images is 1, so that a loss keeps its scale; otherwise the sum is 1.
+    """
     if len(absent := (counts == 0).nonzero()):
         raise ValueError(
-            f"Class {int(absent[0])} has no labeled image, so it has no weight: label one, or set class_weights to "
-            "none."
+            f"Class {int(absent[0])} has no labeled image, so it has no weight: label one, or set class_weights "
+            "to none."
         )
     inverse = counts.double().reciprocal()
-    return (inverse / inverse.sum()).float()
+    weights = (inverse / inverse.sum()).float()
+    return weights * (counts.sum() / (weights * counts).sum()) if keep_scale else weights
 
 
 def rows_of_all(index: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:

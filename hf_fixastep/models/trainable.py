@@ -5,14 +5,28 @@ A model with LoRA has peft's layers in it while it is trained. What is saved is 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 
-from hf_fixastep.step.forwards import classification_head
+from hf_fixastep.step.forwards import BATCH_NORM, classification_head
 
 
-NORMS = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
+INSTANCE_NORM = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
+NORMS = (*BATCH_NORM, *INSTANCE_NORM, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 ADAPTER = "fixastep"  # peft's name for the layers it adds
+
+
+def name_classes(model: Any, names: Sequence[str]) -> None:
+    """Give a model the names of its classes, if it has as many."""
+    if model.config.num_labels != len(names):
+        raise ValueError(
+            f"The model has {model.config.num_labels} outputs, but the labeled data have {len(names)} classes "
+            f"({', '.join(names[:10])}). Build the model with num_labels={len(names)}."
+        )
+    model.config.id2label = dict(enumerate(names))
+    model.config.label2id = {name: number for number, name in enumerate(names)}
 
 
 def limit_training(model: nn.Module, trainable: str, num_labels: int, rank: int = 8) -> None:

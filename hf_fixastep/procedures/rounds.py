@@ -21,6 +21,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import set_seed
 
+from hf_fixastep._compat.distributed import check_procedure
 from hf_fixastep.checkpoints import as_json, checkpoints, describe, find_checkpoint, only_run
 from hf_fixastep.data.images import Images
 from hf_fixastep.disk import write_atomically
@@ -90,16 +91,16 @@ class Rounds:
             raise ValueError(
                 "A procedure chooses by validation images, but the trainer has not one eval_dataset."
             )
-        trainer.check_procedure()
+        check_procedure(trainer.accelerator)
         self.trainer, self.make_model = trainer, make_model
         self.folder = Path(str(trainer.args.output_dir))
         self.labeled = trainer.train_dataset
-        self.unlabeled = Images(trainer._images(unlabeled_dataset).pixels)
+        self.unlabeled = Images(trainer.images(unlabeled_dataset).pixels)
         self.done: list[Round] = []
 
     def check(self, procedure: Procedure, resume: bool) -> None:
         """Refuse to write over a run, or to continue one with other settings or data."""
-        path, settings = self.folder / PROCEDURE, self.trainer._run()
+        path, settings = self.folder / PROCEDURE, self.trainer.identity()
         new = settings.pop("settings") | settings | {"unlabeled data": self.unlabeled.fingerprint}
         new = as_json(new | {"procedure": type(procedure).__name__, "procedure_kwargs": vars(procedure)})
         old = from_main(lambda: json.loads(path.read_text()) if path.is_file() else None)

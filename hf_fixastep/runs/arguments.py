@@ -75,9 +75,7 @@ class ModelArguments:
     image_mean: list[float] | None = field(
         default=None, metadata={"help": "Mean per channel, of values in 0..1."}
     )
-    image_std: list[float] | None = field(
-        default=None, metadata={"help": "Standard deviation per channel."}
-    )
+    image_std: list[float] | None = field(default=None, metadata={"help": "Standard deviation per channel."})
 
     def __post_init__(self) -> None:
         self.model_kwargs = read_mapping("model_kwargs", self.model_kwargs)
@@ -107,7 +105,9 @@ def parse(types: Sequence[type], argv: Sequence[str]) -> tuple[Any, ...]:
     for name, value in given.items():
         if name.endswith("_kwargs") and isinstance(value, str):
             given[name] = read_mapping(name, value)
-    made = [kind(**{f.name: given[f.name] for f in dataclasses.fields(kind) if f.name in given}) for kind in types]
+    made = [
+        kind(**{f.name: given[f.name] for f in dataclasses.fields(kind) if f.name in given}) for kind in types
+    ]
     return *made, {name: value for name, value in given.items() if value != default(known[name])}
 
 
@@ -122,7 +122,12 @@ def recipe_words(argv: Sequence[str], known: dict[str, Any]) -> list[str]:
     settings = read_recipe(words[at + 1])
     for key in settings:
         check_choice(f"key in {words[at + 1]}:", key, known)
-    return [word for key, value in settings.items() if value is not None for word in (f"--{key}", *as_words(value))]
+    return [
+        word
+        for key, value in settings.items()
+        if value is not None
+        for word in (f"--{key}", *as_words(value))
+    ]
 
 
 def without_recipe(argv: Sequence[str]) -> list[str]:

@@ -61,7 +61,9 @@ def find_recipe(name: str) -> Path:
         if path.is_file():
             return path
     if name.endswith(".yaml"):
-        raise ValueError(f"There is no file {name}; give the path of a recipe, or a name such as digits/quickstart.")
+        raise ValueError(
+            f"There is no file {name}; give the path of a recipe, or a name such as digits/quickstart."
+        )
     known = [str(path.relative_to(folder).with_suffix("")) for path in folder.rglob("*.yaml")]
     return folder / check_choice("recipe", short, known)
 

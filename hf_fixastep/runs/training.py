@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
-
 
 import pandas as pd
 from huggingface_hub.errors import StrictDataclassError
@@ -28,21 +26,20 @@ from transformers import (
 )
 from transformers.utils import logging
 
+from hf_fixastep.checkpoints import checkpoints, find_checkpoint
+from hf_fixastep.checks import check_choice
 from hf_fixastep.config import FixAStepConfig
 from hf_fixastep.data.images import Images
-from hf_fixastep.data.registry import load_dataset
-from hf_fixastep.trainer import FixAStepTrainer
-from hf_fixastep.runs.folder import LOG, PREDICTIONS
-from hf_fixastep.hub.cards import check_intended_use
-from hf_fixastep.checkpoints import checkpoints, find_checkpoint
-from hf_fixastep.runs.arguments import DataArguments, ModelArguments, parse
+from hf_fixastep.data.registry import is_medical, load_dataset
 from hf_fixastep.echo.files import is_phantom
-from hf_fixastep.data.registry import is_medical
+from hf_fixastep.hub.cards import check_intended_use
 from hf_fixastep.hub.client import pull
-from hf_fixastep.checks import check_choice
 from hf_fixastep.plots import save_figures
 from hf_fixastep.procedures import get_procedure, run_procedure
 from hf_fixastep.procedures.rounds import PROCEDURE
+from hf_fixastep.runs.arguments import DataArguments, ModelArguments, parse
+from hf_fixastep.runs.folder import LOG, PREDICTIONS
+from hf_fixastep.trainer import FixAStepTrainer
 
 
 def load_data(args: DataArguments) -> Any:
@@ -62,7 +59,9 @@ def load_model(args: ModelArguments, num_labels: int, preset: str) -> tuple[Any,
         )
     except (OSError, ValueError) as error:
         reason = str(error).splitlines()[0]
-        raise ValueError(f"{args.model} is no model type, and no model could be loaded from it: {reason}") from error
+        raise ValueError(
+            f"{args.model} is no model type, and no model could be loaded from it: {reason}"
+        ) from error
     model.config.name_or_path = args.model
     return model, processor
 
@@ -128,7 +127,11 @@ def prepare(argv: list[str]) -> tuple[FixAStepTrainer, Any, Callable[[], object]
         eval_dataset=data["validation"],
         processing_class=processor,
     )
-    trainer.card.dataset = {"name": data_args.dataset, "config": data["test"].info.config_name, "medical": medical}
+    trainer.card.dataset = {
+        "name": data_args.dataset,
+        "config": data["test"].info.config_name,
+        "medical": medical,
+    }
     trainer.card.dataset["phantom"] = is_phantom(data_args.data_dir)
     trainer.card.recipe = given
     if procedure is not None:
@@ -145,7 +148,9 @@ def finish(trainer: FixAStepTrainer, data: Any) -> None:
     validation = trainer.evaluate(metric_key_prefix="validation")
     images = Images.from_dataset(data["test"], trainer.image_size)
     test = trainer.predict(images, metric_key_prefix="test")
-    trainer.save_model(_internal_call=True)  # on all processes, which may each hold a shard; the push comes last
+    trainer.save_model(
+        _internal_call=True
+    )  # on all processes, which may each hold a shard; the push comes last
     raw = raw_metrics(trainer, images)
     if not trainer.is_world_process_zero():
         return
@@ -153,7 +158,9 @@ def finish(trainer: FixAStepTrainer, data: Any) -> None:
     answers = pd.DataFrame({"label": test.label_ids, "prediction": test.predictions.argmax(-1)})
     answers.to_csv(folder / PREDICTIONS, index=False)
     # All classes, also those that test images of one's own may lack.
-    confusion = confusion_matrix(answers["label"], answers["prediction"], labels=range(len(trainer.class_names)))
+    confusion = confusion_matrix(
+        answers["label"], answers["prediction"], labels=range(len(trainer.class_names))
+    )
     figures = save_figures(pd.read_csv(folder / LOG), confusion, trainer.class_names, folder)
     trainer.card.write(metrics)
     print_table(metrics, folder, figures)

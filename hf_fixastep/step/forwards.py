@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
+
+from hf_fixastep._compat.patches import copy_all
 
 
-def batchnorm_layers(model: nn.Module) -> list[_BatchNorm]:
-    return [m for m in model.modules() if isinstance(m, _BatchNorm) and m.track_running_stats]
+BATCH_NORM = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+
+
+def batchnorm_layers(model: nn.Module) -> list[Any]:
+    return [m for m in model.modules() if isinstance(m, BATCH_NORM) and m.track_running_stats]
 
 
 @contextlib.contextmanager
@@ -24,6 +31,24 @@ def frozen_batchnorm(model: nn.Module) -> Iterator[None]:
     finally:
         for layer in layers:
             layer.track_running_stats = True
+
+
+def average_buffers(buffers: Iterable[Tensor]) -> None:
+    """Make running statistics equal on all processes; DDP does not while its own synchronization is off."""
+    if buffers := [buffer for buffer in buffers if buffer.is_floating_point()]:
+        flat = torch.cat([buffer.flatten() for buffer in buffers])
+        dist.all_reduce(flat)
+        averages = (flat / dist.get_world_size()).split([buffer.numel() for buffer in buffers])
+        copy_all(buffers, [average.view_as(b) for average, b in zip(averages, buffers, strict=True)])
+
+
+def restore_buffers(model: nn.Module, last: nn.Module) -> None:
+    """Put back running statistics that are not finite, for they would stay so, to what `last` has."""
+    new, old = ([buffer for buffer in m.buffers() if buffer.is_floating_point()] for m in (model, last))
+    if new:
+        flat, spare = (torch.cat([buffer.flatten() for buffer in buffers]) for buffers in (new, old))
+        kept = torch.where(flat.isfinite(), flat, spare).split([buffer.numel() for buffer in new])
+        copy_all(new, [values.view_as(b) for values, b in zip(kept, new, strict=True)])
 
 
 def classification_head(model: nn.Module, num_labels: int) -> nn.Linear:

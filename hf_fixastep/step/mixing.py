@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
+from hf_fixastep._compat.patches import standard_gamma
 from hf_fixastep.step.batch import SemiBatch
 from hf_fixastep.step.forwards import frozen_batchnorm
 
@@ -102,7 +103,7 @@ def mixing_shares(count: int, alpha: float, generator: torch.Generator) -> Tenso
     """`count` draws of max(b, 1 - b) with b from Beta(alpha, alpha), on the generator's device."""
     # torch.distributions.Beta takes no generator; a Beta draw is the share of one of two Gamma draws.
     concentration = torch.full((2, count), alpha, dtype=torch.float64, device=generator.device)
-    first, second = torch._standard_gamma(concentration, generator=generator)
+    first, second = standard_gamma(concentration, generator)
     total = first + second
     # Of both draws, at tiny alpha, where shares are nearly 1.
     underflow = total <= 2 * torch.finfo(total.dtype).tiny

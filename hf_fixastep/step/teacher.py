@@ -10,6 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.optim.swa_utils import get_ema_multi_avg_fn
+
+from hf_fixastep._compat.patches import copy_all
 
 
 class Teacher:
@@ -23,17 +26,16 @@ class Teacher:
 
     def __init__(self, model: nn.Module, decay: float, twin: nn.Module | None = None) -> None:
         self.decay = decay
+        self.average = get_ema_multi_avg_fn(decay)
         self.model = (copy.deepcopy(model) if twin is None else twin).eval().requires_grad_(False)
         self.applied_now = False
 
     @torch.no_grad()
     def update(self, model: nn.Module) -> None:
         reshard(self.model)
-        torch._foreach_lerp_(
-            own_parts(self.model.parameters()), own_parts(model.parameters()), 1 - self.decay
-        )
+        self.average(own_parts(self.model.parameters()), own_parts(model.parameters()), None)
         if buffers := list(self.model.buffers()):
-            torch._foreach_copy_(buffers, list(model.buffers()))
+            copy_all(buffers, list(model.buffers()))
 
     @contextlib.contextmanager
     def applied(self, model: nn.Module) -> Iterator[None]:

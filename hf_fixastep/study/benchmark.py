@@ -187,7 +187,7 @@ class Idle(FixAStepTrainer):
     def training_step(
         self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None
     ) -> Tensor:
-        for parameter, (gradient, _) in self._slots.gradients.items():
+        for parameter, (gradient, _) in self.slots.gradients.items():
             parameter.grad = gradient
         return torch.zeros((), device=self.args.device)
 

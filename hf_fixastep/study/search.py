@@ -373,7 +373,7 @@ def open_study(trainer: SearchTrainer) -> Any:
 
     search = trainer.search
     study = optuna.create_study(direction="maximize", load_if_exists=True, **where(search))
-    run = as_json(trainer._run())
+    run = as_json(trainer.identity())
     wanted = {
         "space": search.space,
         "metric": search.metric,

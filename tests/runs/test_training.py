@@ -14,16 +14,18 @@ from transformers import TrainerCallback, pipeline
 
 from hf_fixastep import LOSSES, PROCEDURES, FixAStepConfig, load_dataset
 from hf_fixastep.checkpoints import only_run
-from hf_fixastep.runs.arguments import parse
-from hf_fixastep.echo import phantom
 from hf_fixastep.cli import evaluate
+from hf_fixastep.echo import phantom
 from hf_fixastep.runs import training
+from hf_fixastep.runs.arguments import parse
 from tests.short_runs import SHORT
 
 
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted(
-    path for path in (ROOT / "recipes").rglob("*.yaml") if path.parent.name not in ("accelerate", "search", "sweeps")
+    path
+    for path in (ROOT / "recipes").rglob("*.yaml")
+    if path.parent.name not in ("accelerate", "search", "sweeps")
 )
 
 
@@ -106,7 +108,11 @@ def test_the_recipes_of_heart2heart_have_the_official_settings_of_every_split(na
 
 
 def test_every_loss_and_procedure_has_a_digits_recipe():
-    assert {path.stem for path in (ROOT / "recipes/digits").glob("*.yaml")} == {*LOSSES, *PROCEDURES, "quickstart"}
+    assert {path.stem for path in (ROOT / "recipes/digits").glob("*.yaml")} == {
+        *LOSSES,
+        *PROCEDURES,
+        "quickstart",
+    }
 
 
 def test_the_readme_of_the_recipes_names_every_file():
@@ -116,7 +122,14 @@ def test_the_readme_of_the_recipes_names_every_file():
 
 
 def test_a_run_leaves_model_numbers_log_and_figures(run):
-    wanted = ["model.safetensors", "config.json", "preprocessor_config.json", "metrics.json", "log.csv", "recipe.yaml"]
+    wanted = [
+        "model.safetensors",
+        "config.json",
+        "preprocessor_config.json",
+        "metrics.json",
+        "log.csv",
+        "recipe.yaml",
+    ]
     figures = ["losses.png", "gate.png", "cosines.png", "confusion.png"]
     assert [name for name in [*wanted, *figures] if not (run / name).is_file()] == []
 
@@ -131,7 +144,9 @@ def test_the_log_has_every_number_to_watch(run):
 
 def test_the_saved_folder_works_in_a_pipeline_and_knows_the_classes(run):
     test = load_dataset("digits_open_set", "zeta50", split="test")
-    answers = pipeline("image-classification", model=str(run))([row["image"] for row in test.select(range(20))])
+    answers = pipeline("image-classification", model=str(run))(
+        [row["image"] for row in test.select(range(20))]
+    )
     assert {answer[0]["label"] for answer in answers} <= set("012345")
 
 
@@ -148,7 +163,9 @@ def test_the_pipeline_sees_the_pixels_that_the_trainer_saw(run):
     test = load_dataset("digits_open_set", "zeta50", split="test")
     answers = pipeline("image-classification", model=str(run), batch_size=90)(list(test["image"]))
     right = [answer[0]["label"] == str(label) for answer, label in zip(answers, test["label"], strict=True)]
-    assert np.mean(right) == pytest.approx(json.loads((run / "metrics.json").read_text())["test_accuracy"], abs=1e-6)
+    assert np.mean(right) == pytest.approx(
+        json.loads((run / "metrics.json").read_text())["test_accuracy"], abs=1e-6
+    )
 
 
 def test_a_finished_run_is_not_written_over(run):
@@ -164,13 +181,19 @@ def test_a_finished_run_is_not_written_over(run):
         (["--gate", "dorp"], "Unknown gate 'dorp'. Did you mean drop?"),
         (["--lerning_rate", "1"], "Unknown argument 'lerning_rate'. Did you mean learning_rate?"),
         (["--loss", "fixmach"], "Unknown loss 'fixmach'. Did you mean fixmatch?"),
-        (["--loss_kwargs", "{treshold: 0.9}"], "Unknown argument of fixmatch 'treshold'. Did you mean threshold?"),
+        (
+            ["--loss_kwargs", "{treshold: 0.9}"],
+            "Unknown argument of fixmatch 'treshold'. Did you mean threshold?",
+        ),
         (["--procedure", "save_student"], "Unknown procedure 'save_student'. Did you mean safe_student?"),
         (
             ["--procedure", "safe_student", "--procedure_kwargs", "{iteration: 2}"],
             "Unknown argument of safe_student 'iteration'. Did you mean iterations?",
         ),
-        (["--procedure", "safe_student", "--procedure_kwargs", "{iterations: 0}"], "iterations must be a positive"),
+        (
+            ["--procedure", "safe_student", "--procedure_kwargs", "{iterations: 0}"],
+            "iterations must be a positive",
+        ),
         (["--trainable", "heads"], "Unknown trainable 'heads'. Did you mean"),
         (["--labeled_view", "stong"], "Unknown labeled_view 'stong'. Did you mean strong?"),
         (["--dataset", "digit_open_set"], "Unknown dataset 'digit_open_set'. Did you mean digits_open_set?"),
@@ -260,7 +283,14 @@ def test_folders_train_by_name(tmp_path):
         example["image"].save(tmp_path / "pile" / f"{row}.png")
     (tmp_path / "pile" / "broken.png").write_bytes(b"no image")
     sides = json.dumps({"labeled": str(tmp_path / "labeled"), "unlabeled": str(tmp_path / "pile")})
-    settings = ["--image_size", "8", "--model_kwargs", "{depth: 10, width: 1}", "--per_device_train_batch_size", "8"]
+    settings = [
+        "--image_size",
+        "8",
+        "--model_kwargs",
+        "{depth: 10, width: 1}",
+        "--per_device_train_batch_size",
+        "8",
+    ]
     training.main(arguments("folders/fixmatch.yaml", tmp_path / "run", "--dataset_kwargs", sides, *settings))
     metrics = json.loads((tmp_path / "run/metrics.json").read_text())
     assert metrics["images"]["unlabeled"] == 20
@@ -297,7 +327,9 @@ def test_test_images_need_not_show_every_class(tmp_path, monkeypatch):
 
     monkeypatch.setattr(training, "load_data", one_image)
     shapes = []
-    monkeypatch.setattr(training, "save_figures", lambda log, confusion, *rest: shapes.append(confusion.shape) or [])
+    monkeypatch.setattr(
+        training, "save_figures", lambda log, confusion, *rest: shapes.append(confusion.shape) or []
+    )
     training.main(arguments("digits/supervised.yaml", tmp_path / "run"))
     assert shapes == [(6, 6)]
 
