@@ -14,7 +14,7 @@ from transformers.trainer_utils import HubStrategy
 from transformers.utils import is_torch_tf32_available
 
 from hf_fixastep.checks import check_choice
-from hf_fixastep.hub.client import check_license, check_repo_id
+from hf_fixastep.hub.checks import check_license, check_repo_id
 from hf_fixastep.step.gate import GATES
 from hf_fixastep.step.schedules import RAMPS
 

@@ -33,7 +33,7 @@ from hf_fixastep.data.images import Images
 from hf_fixastep.data.registry import load_dataset
 from hf_fixastep.trainer import FixAStepTrainer
 from hf_fixastep.runs.folder import LOG, PREDICTIONS
-from hf_fixastep.hub.cards import check_intended_use
+from hf_fixastep.hub.checks import check_intended_use
 from hf_fixastep.checkpoints import checkpoints, find_checkpoint
 from hf_fixastep.runs.arguments import DataArguments, ModelArguments, parse
 from hf_fixastep.echo.files import is_phantom

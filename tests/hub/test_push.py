@@ -27,8 +27,10 @@ from hf_fixastep import FixAStepConfig, load_dataset
 from hf_fixastep.cli import push
 from hf_fixastep.data import DATASETS
 from hf_fixastep.data.digits import DigitsOpenSet
-from hf_fixastep.hub import cards, client
+from hf_fixastep.disk import digest
+from hf_fixastep.hub import client
 from hf_fixastep.hub.callback import HubCardCallback
+from hf_fixastep.hub.push import ALLOWED
 from hf_fixastep.runs import training
 from hf_fixastep.runs.arguments import parse
 from hf_fixastep.runs.recipe import read_yaml
@@ -185,7 +187,7 @@ def test_the_trainer_pushes_the_averaged_weights_with_validation_results(server,
     trainer.train()
     trainer.push_to_hub()
     files = pushed(server)
-    assert set(files) <= set(cards.ALLOWED)
+    assert set(files) <= set(ALLOWED)
     weights = trainer.model.state_dict()
     pulled = AutoModelForImageClassification.from_pretrained(client.pull("org/name")).state_dict()
     assert all(torch.equal(weights[name], pulled[name]) for name in weights)
@@ -198,7 +200,7 @@ def test_save_model_pushes_too_as_the_trainer_of_transformers_does(server, tmp_p
     trainer = make_trainer(tmp_path / "run", max_steps=1, **SETTINGS)
     trainer.train()
     trainer.save_model()
-    assert set(pushed(server)) <= set(cards.ALLOWED)
+    assert set(pushed(server)) <= set(ALLOWED)
     assert "No accuracy was measured" in pushed(server)["README.md"].decode()
 
 
@@ -286,7 +288,7 @@ def test_every_save_is_pushed_with_a_card_of_its_own(server, tmp_path):
     assert [first.message, second.message] == [f"Training in progress, step {step}" for step in (2, 4)]
     for commit, step in ((first, 2), (second, 4)):
         files = dict(files_of(commit))
-        assert set(files) - {".gitattributes"} <= set(cards.ALLOWED)
+        assert set(files) - {".gitattributes"} <= set(ALLOWED)
         assert f"this is step {step}." in files["README.md"].decode()
         logged = [row for row in trainer.state.log_history if row["step"] == step and "eval_accuracy" in row]
         assert json.loads(files["metrics.json"])["validation_accuracy"] == logged[0]["eval_accuracy"]
@@ -483,7 +485,7 @@ def test_what_was_uploaded_is_not_uploaded_again(server, finished):
 
 
 def test_another_content_on_the_hub_is_noticed(server, finished):
-    sha256 = cards.digest(finished / "model.safetensors")
+    sha256 = digest(finished / "model.safetensors")
     server.objects[sha256] = b"what the storage made of it"
     with pytest.raises(SystemExit, match=r"the Hub has another content of model\.safetensors than was sent"):
         push_run(finished)
@@ -550,7 +552,7 @@ def test_a_pull_that_fails_is_one_sentence_and_the_next_completes(
         client.pull("org/name")
     assert str(stopped.value).isprintable()
     server.heal()
-    assert cards.digest(client.pull("org/name") / "model.safetensors") == cards.digest(
+    assert digest(client.pull("org/name") / "model.safetensors") == digest(
         finished / "model.safetensors"
     )
 
@@ -760,7 +762,7 @@ def test_the_quickstart_trained_pushed_and_pulled_gives_the_same_logits(tmp_path
         done = recipe(server, tmp_path, "train.py", *run, "--push_to_hub", "true", *GIVEN)
         assert done.returncode == 0, done.stderr
         assert f"Pushed: {server.url}/org/name/commit/" in done.stdout
-        assert set(pushed(server)) == set(cards.ALLOWED)
+        assert set(pushed(server)) == set(ALLOWED)
         pinned = server.repo("model", "org/name").commits[-1].sha
         Image.fromarray(np.arange(0, 256, 4, dtype=np.uint8).reshape(8, 8)).save(tmp_path / "image.png")
         here = AutoModelForImageClassification.from_pretrained(tmp_path / "run").eval()
