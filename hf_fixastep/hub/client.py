@@ -81,8 +81,6 @@ class Trouble(threading.local):
         if response.status_code not in TRANSIENT:
             self.since, self.tries = None, 0
             return
-        if response.status_code == 409:  # usual where a repository exists, but may be asked without end
-            return
         self.last = f"the Hub answered with {response.status_code}"
         limit = parse_ratelimit_headers(response.headers)
         asked = response.headers.get("Retry-After", "")

@@ -552,9 +552,7 @@ def test_a_pull_that_fails_is_one_sentence_and_the_next_completes(
         client.pull("org/name")
     assert str(stopped.value).isprintable()
     server.heal()
-    assert digest(client.pull("org/name") / "model.safetensors") == digest(
-        finished / "model.safetensors"
-    )
+    assert digest(client.pull("org/name") / "model.safetensors") == digest(finished / "model.safetensors")
 
 
 def test_storage_on_another_host_is_read_without_the_token(server, finished):
