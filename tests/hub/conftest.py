@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +17,7 @@ from tests.hub.server import HOST, HubServer
 from tests.short_runs import make_trainer, random_images
 
 
+ROOT = Path(__file__).parents[2]
 PLANTED = "hf_" + "Planted7" * 4  # a token that may be found nowhere
 
 
@@ -93,3 +96,12 @@ def quick(call) -> str:
     assert time.monotonic() - start < 5
     assert str(stopped.value).isprintable()
     return str(stopped.value)
+
+
+def command(server: HubServer, folder: Path, *argv: str) -> str:
+    """What a command of `fixastep` prints, in a process that asks this Hub."""
+    environment = server.environment(folder / "home") | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    program = [sys.executable, "-m", "hf_fixastep", *argv]
+    done = subprocess.run(program, env=environment, cwd=folder, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
