@@ -70,6 +70,8 @@ def sides(tmp_path) -> str:
 def test_folders_are_pushed_only_with_a_licence_and_then_as_pixels_and_labels(server, sides, tmp_path):
     with pytest.raises(SystemExit, match="State the licence under which you pass them on"):
         push_data("--dataset", "folders", "--dataset_kwargs", sides)
+    with pytest.raises(SystemExit, match="hub_license is 'My own', but expected a short name of the Hub"):
+        push_data("--dataset", "folders", "--dataset_kwargs", sides, "--hub_license", "My own")
     assert ("dataset", "org/data") not in server.repos
     push_data("--dataset", "folders", "--dataset_kwargs", sides, "--hub_license", "cc-by-4.0")
     files = pushed(server, "dataset", "org/data")
