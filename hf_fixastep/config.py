@@ -10,11 +10,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from transformers import IntervalStrategy, TrainingArguments
-from transformers.trainer_utils import HubStrategy
 from transformers.utils import is_torch_tf32_available
 
 from hf_fixastep.checks import check_choice
-from hf_fixastep.hub.client import check_license, check_repo_id
+from hf_fixastep.hub.checks import check_push
 from hf_fixastep.step.gate import GATES
 from hf_fixastep.step.schedules import RAMPS
 
@@ -280,7 +279,7 @@ class FixAStepConfig(TrainingArguments):
             )
 
         if self.push_to_hub:
-            self.check_push()
+            check_push(self)
 
         if self.loss == "mean_teacher" and self.unlabeled_warmup_steps == 0:
             logger.warning(
@@ -291,16 +290,6 @@ class FixAStepConfig(TrainingArguments):
             raise ValueError(
                 f"The launcher started {os.environ['WORLD_SIZE']} processes, but they are in groups of "
                 f"{self.world_size} and would train apart. On a CPU set use_cpu to true."
-            )
-
-    def check_push(self) -> None:
-        """What is missing shall be missed before the training."""
-        check_repo_id(self.hub_model_id)
-        check_license(self.hub_license)
-        if self.hub_strategy not in (HubStrategy.END, HubStrategy.EVERY_SAVE):
-            raise ValueError(
-                f"hub_strategy is {HubStrategy(self.hub_strategy).value}, which would push the optimizer's state; use "
-                "end or every_save."
             )
 
     @property

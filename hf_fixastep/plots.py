@@ -44,9 +44,7 @@ def plot_losses(log: pd.DataFrame) -> Figure:
 
 
 def plot_gate(log: pd.DataFrame) -> Figure:
-    """How often the gate was open, next to the mask rate if the loss has one, and the cosine of the two
-    gradients.
-    """
+    """How often the gate was open, with the mask rate if there is one, and the cosine of the gradients."""
     check_values(log, "gate/open")
     figure, (shares, cosine) = stacked_panels(2)
     draw(shares, log, "gate/open", BLUE, "gate open, share of steps")
@@ -157,9 +155,7 @@ def name_classes(axes: Axes, class_names: Sequence[str], cell: float) -> None:
 def save_figures(
     log: pd.DataFrame, confusion: ArrayLike | None, class_names: Sequence[str], folder: str | Path
 ) -> list[Path]:
-    """Write `losses.png`, `gate.png`, `cosines.png` and `confusion.png`, those that have data; return their
-    paths.
-    """
+    """Write `losses.png`, `gate.png`, `cosines.png` and `confusion.png`, those that have data."""
     figures = {}
     if has_values(log, "loss/labeled"):
         figures["losses"] = plot_losses(log)
@@ -201,9 +197,8 @@ def symmetric_edges(cosines: NDArray) -> NDArray:
     limit = np.abs(cosines).max() or 1.0
     half = int(np.clip(np.sqrt(len(cosines)) / 2, 5, 30))
     right = np.linspace(0, limit, half + 1)
-    return np.concatenate(
-        [-right[:0:-1], right]
-    )  # zero is an edge exactly, as linspace over both sides would not give
+    # zero is an edge exactly, which linspace over both sides would not give
+    return np.concatenate([-right[:0:-1], right])
 
 
 def stacked_panels(count: int) -> tuple[Figure, list[Axes]]:

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 
 from huggingface_hub import CommitInfo
 
-from hf_fixastep.hub.cards import ALLOWED, prepare_model, push_dataset
 from hf_fixastep.hub.client import push_files
+from hf_fixastep.hub.push import ALLOWED, prepare_model, push_dataset
 from hf_fixastep.runs.arguments import DataArguments, parse
 from hf_fixastep.runs.folder import CARD, RunFolder
 

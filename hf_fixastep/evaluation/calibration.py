@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
+from scipy.special import softmax
 
 from hf_fixastep.disk import write_atomically
 
@@ -50,29 +51,24 @@ class Calibration:
         shares = (calibration.abstain_below, calibration.coverage)
         if not 0 < calibration.temperature < math.inf or not all(0 <= share <= 1 for share in shares):
             raise ValueError(
-                f"calibration in the model's config is {str(found)[:200]!r}, but expected a temperature above 0, and "
-                "abstain_below and coverage between 0 and 1: correct or remove it."
+                f"calibration in the model's config is {str(found)[:200]!r}, but expected a temperature "
+                "above 0, and abstain_below and coverage between 0 and 1: correct or remove it."
             )
         return calibration
 
 
 def probabilities(logits: ArrayLike, temperature: float = 1.0) -> NDArray:
     """Softmax of the logits [N, K] over the temperature, in float64."""
-    scaled = np.asarray(logits, dtype=np.float64)
-    scaled = (scaled - scaled.max(-1, keepdims=True)) / temperature
-    powers = np.exp(scaled)
-    return powers / powers.sum(-1, keepdims=True)
+    return softmax(np.asarray(logits, dtype=np.float64) / temperature, axis=-1)
 
 
 def fit_temperature(logits: ArrayLike, labels: ArrayLike) -> float:
-    """The temperature that gives the labels the highest likelihood. Guo et al., 2017, arXiv 1706.04599,
-    section 4.2.
+    """The temperature that gives the labels the highest likelihood.
 
-    The loss is convex in the inverse temperature, so its slope has one zero, which is found by halving. There
-    is none
-    where every image is classified right, as the likelihood then grows without end: the temperature stays 1,
-    with a warning. Logits that say no more than chance get a temperature so high that all classes are equally
-    likely.
+    Guo et al., 2017, arXiv 1706.04599, section 4.2. The loss is convex in the inverse temperature, so its
+    slope has one zero, which is found by halving. There is none where every image is classified right, as the
+    likelihood then grows without end: the temperature stays 1, with a warning. Logits that say no more than
+    chance get a temperature so high that all classes are equally likely.
 
     Args:
         logits: [N, K].
@@ -104,8 +100,8 @@ def check(logits: ArrayLike, labels: ArrayLike) -> tuple[NDArray, NDArray]:
     logits, labels = np.asarray(logits, dtype=np.float64), np.asarray(labels)
     if logits.ndim != 2 or labels.shape != logits.shape[:1] or not len(labels):
         raise ValueError(
-            f"Logits are of shape {list(logits.shape)} and labels {list(labels.shape)}, but expected [N, K] and [N] "
-            "with at least one image."
+            f"Logits are of shape {list(logits.shape)} and labels {list(labels.shape)}, but expected [N, K] "
+            "and [N] with at least one image."
         )
     if not np.isfinite(logits).all():
         raise ValueError("Some logits are not finite, so the model is broken: train it anew.")
@@ -117,9 +113,7 @@ def check(logits: ArrayLike, labels: ArrayLike) -> tuple[NDArray, NDArray]:
 
 
 def abstain_threshold(confidence: ArrayLike, coverage: float) -> float:
-    """The highest threshold that at least the share `coverage` of the images reach; those below it are left
-    open.
-    """
+    """The highest threshold that at least the share `coverage` of the images reach; the rest is left open."""
     values = np.sort(np.asarray(confidence, dtype=np.float64))[::-1]
     if not 0 < coverage <= 1:
         raise ValueError(

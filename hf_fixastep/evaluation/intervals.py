@@ -1,14 +1,60 @@
-"""Sensitivity, specificity and balanced accuracy with intervals that know that images of one patient are
-alike.
-"""
+"""95 % intervals: of shares of independent images in closed form, of patients' rates by a bootstrap."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
+from scipy.stats import binomtest
+
+
+# ---- independent images
+
+
+def wilson(share: float, count: int) -> tuple[float, float]:
+    """95 % interval of a share of `count` trials. Wilson, 1927."""
+    found = binomtest(round(share * count), count).proportion_ci(method="wilson")
+    return float(found.low), float(found.high)
+
+
+def mean_interval(shares: Sequence[float], counts: Sequence[int]) -> tuple[float, float]:
+    """95 % interval of the mean of independent shares, from the interval of each. Zou and Donner, 2008."""
+    mean = sum(shares) / len(shares)
+    ends = [wilson(share, count) for share, count in zip(shares, counts, strict=True)]
+    below = math.hypot(*(share - low for share, (low, _) in zip(shares, ends, strict=True)))
+    above = math.hypot(*(high - share for share, (_, high) in zip(shares, ends, strict=True)))
+    return mean - below / len(shares), mean + above / len(shares)
+
+
+def split_intervals(
+    metrics: Mapping[str, Any], support: Mapping[str, Sequence[int]]
+) -> dict[str, tuple[float, float]]:
+    """95 % intervals of accuracy and balanced accuracy of every split.
+
+    Args:
+        metrics: as `classification_metrics` gives them, with the split and `_` in front.
+        support: images of each class, by split.
+    """
+    found = {}
+    for split, counts in support.items():
+        recalls = recalls_of(metrics, split)
+        counts = [count for count in counts if count]
+        if len(recalls) == len(counts) > 0:
+            found[f"{split}_accuracy"] = wilson(metrics[f"{split}_accuracy"], sum(counts))
+            found[f"{split}_balanced_accuracy"] = mean_interval(recalls, counts)
+    return found
+
+
+def recalls_of(metrics: Mapping[str, Any], split: str) -> list[float]:
+    """The recalls of a split, in the order of the classes that it has."""
+    return [value for name, value in metrics.items() if name.startswith(f"{split}_recall_")]
+
+
+# ---- images of patients, those of one patient being alike
 
 
 @dataclass(frozen=True)
@@ -52,8 +98,7 @@ def draw_groups(support: NDArray, draws: int, seed: int) -> NDArray:
     """How often each group is in each of `draws` bootstrap samples: [draws, G], rows sum to G.
 
     Groups hold several classes each, so that samples cannot be stratified by class. Instead those in which a
-    class of
-    the data is missing are drawn again: the rates of all samples are then over the same classes.
+    class of the data is missing are drawn again: the rates of all samples are then over the same classes.
 
     Args:
         support: images of each class in every group, [R, G, K] for R sets of images of the same groups.

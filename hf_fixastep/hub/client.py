@@ -1,14 +1,9 @@
-"""The way to the Hub and back: bounded in time, to one host only, checked by hashes, every failure one
-sentence.
-"""
+"""The way to the Hub and back: bounded in time, to one host, checked by hashes, one sentence per failure."""
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import io
 import os
-import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,8 +22,12 @@ from huggingface_hub import (
     set_client_factory,
     snapshot_download,
 )
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-from huggingface_hub.utils import _http, parse_ratelimit_headers, validate_repo_id
+from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+from huggingface_hub.utils import parse_ratelimit_headers
+from huggingface_hub.utils.sha import git_hash
+
+from hf_fixastep._compat.hub_private import client_factory
+from hf_fixastep.hub.checks import check_repo_id, shown
 
 
 PATIENCE = 60.0  # seconds without success until retries end
@@ -45,8 +44,7 @@ PULLED = (
     "*.safetensors.index.json",
 )
 
-# Of the client, of the network, of hf-xet (RuntimeError), and a card whose header the Hub refuses
-# (ValueError).
+# Of the client, the network, hf-xet (RuntimeError), and a card whose header the Hub refuses (ValueError).
 FAILURES = (HfHubHTTPError, httpx2.HTTPError, OSError, RuntimeError, ValueError)
 
 T = TypeVar("T")
@@ -62,48 +60,11 @@ REASONS = {
 }
 
 
-# ---- names
-
-
-def check_repo_id(repo_id: str | None, setting: str = "hub_model_id") -> str:
-    if repo_id is None:
-        raise ValueError(f"{setting} is not given: say where on the Hub, such as {setting} org/name.")
-    try:
-        validate_repo_id(repo_id)
-    except HFValidationError:
-        raise ValueError(
-            f"{setting} is {shown(repo_id)}, but the Hub takes names such as org/name: letters, digits, -, _ and ., "
-            "at most 96 of them."
-        ) from None
-    return repo_id
-
-
-def check_license(license: str | None, setting: str = "hub_license") -> str:
-    if license is None:
-        raise ValueError(
-            f"{setting} is not given, and a card cannot know it: state the licence, such as {setting} mit or "
-            "apache-2.0; other, if it has no short name."
-        )
-    if not re.fullmatch(r"[a-z0-9][a-z0-9.+-]{0,63}", license):
-        raise ValueError(
-            f"{setting} is {shown(license)}, but expected a short name of the Hub such as mit, apache-2.0 or other."
-        )
-    return license
-
-
-def shown(text: Any) -> str:
-    """Anything that users give, for a terminal: one line of limited length, without control characters."""
-    text = str(text)
-    return repr(text if len(text) <= 100 else f"{text[:100]}…")
-
-
 # ---- limits
 
 
 class Trouble(threading.local):
-    """Since when no request of this thread has succeeded; ends the retries of the client, which knows no
-    deadline.
-    """
+    """Since when no request of this thread has succeeded; ends the retries of a client without deadline."""
 
     since: float | None = None
     tries = 0
@@ -120,9 +81,6 @@ class Trouble(threading.local):
         if response.status_code not in TRANSIENT:
             self.since, self.tries = None, 0
             return
-        # Usual where a repository exists, but the client may ask again without end.
-        if response.status_code == 409:
-            return
         self.last = f"the Hub answered with {response.status_code}"
         limit = parse_ratelimit_headers(response.headers)
         asked = response.headers.get("Retry-After", "")
@@ -132,11 +90,13 @@ class Trouble(threading.local):
 
 
 def refuse_other_hosts(response: httpx2.Response) -> None:
+    """What is pushed goes to the host that the user named, and to no other."""
     if response.has_redirect_location:
         target = response.url.join(response.headers["Location"])
         if (target.scheme, target.netloc) != (response.url.scheme, response.url.netloc):
             raise ConnectionError(
-                f"the Hub sends us to another host, {shown(target.host)}, to which nothing was sent: check HF_ENDPOINT"
+                f"the Hub sends us to another host, {shown(target.host)}, to which nothing was sent: check "
+                "HF_ENDPOINT"
             )
 
 
@@ -147,7 +107,7 @@ def limits(other_hosts: bool) -> Iterator[None]:
     Args:
         other_hosts: follow redirects to them, as downloads from the Hub's storage need.
     """
-    earlier, trouble = _http._GLOBAL_CLIENT_FACTORY, Trouble()  # it has a setter, but no getter
+    earlier, trouble = client_factory(), Trouble()
 
     def limited() -> httpx2.Client:
         client = earlier()
@@ -168,9 +128,7 @@ def limits(other_hosts: bool) -> Iterator[None]:
 
 
 def check_online() -> None:
-    """Fail within five seconds where the Hub cannot be reached; its clients would go on trying for a minute
-    or two.
-    """
+    """Fail within five seconds where the Hub cannot be reached; its clients would try for minutes."""
     if constants.HF_HUB_OFFLINE:
         raise ConnectionError("HF_HUB_OFFLINE is set, so the Hub is not asked")
     errors: list[Exception | None] = []
@@ -216,12 +174,6 @@ def reason(error: Exception) -> str:
     return "".join(c if c.isprintable() else "?" for c in text[:400]).rstrip(".")
 
 
-def transient(error: Exception) -> bool:
-    if isinstance(error, HfHubHTTPError):
-        return error.response.status_code in TRANSIENT
-    return isinstance(error, httpx2.HTTPError)
-
-
 # ---- push and pull
 
 
@@ -229,8 +181,12 @@ def create_repo(
     repo_id: str, *, kind: str = "model", private: bool | None = None, token: str | None = None
 ) -> str:
     """The full name of a repository that can be pushed to; made if it is not there."""
+
+    def create() -> str:
+        return HfApi(token=token).create_repo(repo_id, repo_type=kind, private=private, exist_ok=True).repo_id
+
     try:
-        return _retried(lambda: _create(HfApi(token=token), repo_id, kind, private), token)
+        return _retried(create, token)
     except FAILURES as error:
         raise OSError(f"{repo_id} cannot be pushed to: {reason(error)}.") from error
 
@@ -256,7 +212,7 @@ def push_files(
 
     def push() -> CommitInfo:
         api = HfApi(token=token)
-        name = _create(api, repo_id, kind, private)
+        name = api.create_repo(repo_id, repo_type=kind, private=private, exist_ok=True).repo_id
         if revision is not None:
             api.create_branch(name, branch=revision, repo_type=kind, exist_ok=True)
         where: dict[str, Any] = {"repo_id": name, "repo_type": kind}
@@ -268,7 +224,8 @@ def push_files(
         commit = api.create_commit(
             operations=[*added, *gone], commit_message=message, revision=revision, **where
         )
-        _compare(files, api.get_paths_info(paths=list(files), revision=commit.oid, **where))
+        found = api.get_paths_info(paths=list(files), revision=commit.oid, **where)
+        _compare(added, {file.path: file for file in found})
         return commit
 
     try:
@@ -280,9 +237,7 @@ def push_files(
 
 
 def pull(repo_id: str, revision: str | None = None) -> Path:
-    """A folder with config, image processor and weights of a model on the Hub; from the cache where it is
-    offline.
-    """
+    """A folder with config, image processor and weights of a model; from the cache where the Hub is away."""
     check_repo_id(repo_id, "model")
     wanted: dict[str, Any] = {"repo_id": repo_id, "revision": revision, "allow_patterns": list(PULLED)}
     try:
@@ -296,17 +251,14 @@ def pull(repo_id: str, revision: str | None = None) -> Path:
     try:
         with limits(other_hosts=True):
             folder = Path(snapshot_download(**wanted))
+            _check_hashes(folder, repo_id)
+            return folder
     except FAILURES as error:
         raise OSError(f"{repo_id} could not be pulled: {reason(error)}.") from error
-    _check_blobs(folder, repo_id)
-    return folder
-
-
-def _create(api: HfApi, repo_id: str, kind: str, private: bool | None) -> str:
-    return api.create_repo(repo_id, repo_type=kind, private=private, exist_ok=True).repo_id
 
 
 def _retried(push: Callable[[], T], token: str | None) -> T:
+    """Repeat what the client asks only once, such as a commit, where the fault may pass."""
     if token is None and get_token() is None:
         raise PermissionError("no token was found: log in with `hf auth login`, or set HF_TOKEN")
     check_online()
@@ -315,37 +267,33 @@ def _retried(push: Callable[[], T], token: str | None) -> T:
             with limits(other_hosts=False):
                 return push()
         except (HfHubHTTPError, httpx2.HTTPError) as error:
-            if not left or not transient(error):
+            lasting = isinstance(error, HfHubHTTPError) and error.response.status_code not in TRANSIENT
+            if lasting or not left:
                 raise
             time.sleep(PAUSE)
     raise AssertionError("unreachable")
 
 
-def _compare(files: Mapping[str, bytes | Path], found: Sequence[Any]) -> None:
-    remote = {file.path: file.lfs.sha256 if file.lfs else file.blob_id for file in found}
-    for path, content in files.items():
-        if remote.get(path) not in hashes(content):
+def _compare(added: Sequence[CommitOperationAdd], found: Mapping[str, Any]) -> None:
+    """The Hub knows large files by their SHA-256 and small ones by the hash of git."""
+    for operation in added:
+        path, file = operation.path_in_repo, found.get(operation.path_in_repo)
+        if file is not None and file.lfs:
+            equal = file.lfs.sha256 == operation.upload_info.sha256.hex()
+        else:
+            with operation.as_file() as content:
+                equal = file is not None and file.blob_id == git_hash(content.read())
+        if not equal:
             raise OSError(f"the Hub has another content of {path} than was sent: push again")
 
 
-def _check_blobs(folder: Path, repo_id: str) -> None:
-    """The cache names its files by the hashes that the Hub told; the client compares only their sizes."""
-    for path in folder.rglob("*"):
-        blob = path.resolve()
-        if re.fullmatch(r"[0-9a-f]{40}|[0-9a-f]{64}", blob.name) and blob.name not in hashes(blob):
-            blob.unlink()
-            path.unlink()
-            raise OSError(
-                f"{repo_id} could not be pulled: {path.name} came damaged and was removed; pull it again."
-            )
-
-
-def hashes(content: bytes | Path) -> tuple[str, str]:
-    """sha256, by which large files are known on the Hub, and the sha1 of git, by which small ones are."""
-    size = len(content) if isinstance(content, bytes) else content.stat().st_size
-    large, small = hashlib.sha256(), hashlib.sha1(b"blob %d\0" % size)
-    with io.BytesIO(content) if isinstance(content, bytes) else content.open("rb") as file:
-        while chunk := file.read(1 << 20):
-            large.update(chunk)
-            small.update(chunk)
-    return large.hexdigest(), small.hexdigest()
+def _check_hashes(folder: Path, repo_id: str) -> None:
+    """A download compares only sizes. What came damaged leaves the cache, so that it is pulled again."""
+    found = HfApi().verify_repo_checksums(repo_id, revision=folder.name, local_dir=folder)
+    for wrong in found.mismatches:
+        path = folder / wrong["path"]
+        path.resolve().unlink()
+        path.unlink(missing_ok=True)
+    if found.mismatches:
+        names = " and ".join(wrong["path"] for wrong in found.mismatches)
+        raise OSError(f"{names} came damaged and was removed; pull it again")

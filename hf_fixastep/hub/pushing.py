@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from transformers import Trainer
 
 from hf_fixastep.config import FixAStepConfig
+from hf_fixastep.hub.checks import check_push
 
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ class PushingTrainer(Trainer):
         **kwargs: Any,
     ) -> Any:
         """Save the model, write its card, and push what `cards.ALLOWED` lists; returns when that is done."""
-        self.args.check_push()
+        check_push(self.args)
         self.save_model(_internal_call=True)
         self.create_model_card()
         if not self.is_world_process_zero():

@@ -32,7 +32,7 @@ from hf_fixastep.config import FixAStepConfig
 from hf_fixastep.data.images import Images
 from hf_fixastep.data.registry import is_medical, load_dataset
 from hf_fixastep.echo.files import is_phantom
-from hf_fixastep.hub.cards import check_intended_use
+from hf_fixastep.hub.checks import check_intended_use
 from hf_fixastep.hub.client import pull
 from hf_fixastep.plots import save_figures
 from hf_fixastep.procedures import get_procedure, run_procedure

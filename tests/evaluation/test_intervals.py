@@ -6,10 +6,47 @@ import numpy as np
 import pytest
 from sklearn.metrics import balanced_accuracy_score, confusion_matrix, recall_score
 
-from hf_fixastep.evaluation.intervals import confusions, draw_groups, estimate, rates
+from hf_fixastep.evaluation.intervals import (
+    confusions,
+    draw_groups,
+    estimate,
+    mean_interval,
+    rates,
+    split_intervals,
+    wilson,
+)
 
 
 CLASSES = 4
+
+
+@pytest.mark.parametrize(("hits", "count"), [(0, 5), (5, 5), (3, 7), (812, 1000), (1, 1)])
+def test_the_interval_of_a_share_is_wilsons(hits, count):
+    """His formula, with the quantile of the normal distribution at 97.5 %."""
+    z, share = 1.959963984540054, hits / count
+    middle = (share + z * z / (2 * count)) / (1 + z * z / count)
+    half = z * np.sqrt(share * (1 - share) / count + z * z / (4 * count**2)) / (1 + z * z / count)
+    expected = (max(0, middle - half), min(1, middle + half))
+    assert wilson(share, count) == pytest.approx(expected, abs=1e-12)
+    assert mean_interval([share], [count]) == pytest.approx(expected, abs=1e-12)
+
+
+def test_the_interval_of_a_mean_of_shares_holds_it_in_95_of_100_cases():
+    random, shares, counts = np.random.default_rng(0), np.array([0.95, 0.8, 0.6, 0.99]), [60, 25, 40, 15]
+    draws = random.binomial(counts, shares, size=(300, 4)) / counts
+    ends = np.array([mean_interval(draw, counts) for draw in draws])
+    held = np.mean((ends[:, 0] <= shares.mean()) & (shares.mean() <= ends[:, 1]))
+    assert 0.92 <= held <= 0.99
+
+
+def test_a_split_has_intervals_if_all_its_recalls_are_known():
+    metrics = {"test_accuracy": 0.875, "test_recall_cat": 0.9, "test_recall_owl": 0.8, "other_accuracy": 1.0}
+    found = split_intervals(metrics, {"test": [30, 0, 10], "other": [4, 0, 0]})
+    expected = {
+        "test_accuracy": wilson(0.875, 40),
+        "test_balanced_accuracy": mean_interval([0.9, 0.8], [30, 10]),
+    }
+    assert found == expected
 
 
 def draw_images(
@@ -100,7 +137,7 @@ def test_intervals_agree_with_an_independent_loop():
 
 
 def test_images_of_one_patient_count_as_alike():
-    """Each image ten times is no further evidence: the interval stays; ten times as many patients narrow it."""
+    """Each image ten times is no further evidence; ten times as many patients narrow the interval."""
     predictions, labels, groups = draw_images(20, seed=7)
     width = lambda found: found.high.balanced_accuracy - found.low.balanced_accuracy  # noqa: E731
     once = confusions(predictions, labels, groups, CLASSES)
@@ -141,9 +178,7 @@ def test_what_one_patient_shows_has_no_interval():
 
 
 def test_a_perfect_class_has_the_exact_bound_over_patients():
-    """All of 13 patients right: 0.025 ** (1 / 13), as Clopper and Pearson have it; none right: the mirror
-    image.
-    """
+    """All of 13 patients right: 0.025 ** (1 / 13), as Clopper and Pearson have it; none: its mirror image."""
     counts = np.tile([[4, 0], [4, 0]], (13, 1, 1))
     found = estimate([counts], draws=200)
     bound = 0.025 ** (1 / 13)

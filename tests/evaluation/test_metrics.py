@@ -1,17 +1,22 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import evaluate
 import numpy as np
 import pytest
+from scipy.special import softmax
 from sklearn.metrics import accuracy_score, balanced_accuracy_score, recall_score
 from transformers import EvalPrediction
 
 from hf_fixastep.evaluation.metrics import (
-    Accuracy,
-    BalancedAccuracy,
-    CalibrationError,
-    PerClassRecall,
+    ClassifierMetric,
+    accuracy,
+    balanced_accuracy,
+    calibration_error,
     classification_metrics,
+    evaluate_classifier,
+    per_class_recall,
 )
 
 
@@ -32,10 +37,6 @@ def logits(ids: tuple[np.ndarray, np.ndarray]) -> np.ndarray:
     return (random.normal(size=(500, CLASSES)) + 2 * np.eye(CLASSES)[ids[1]]).astype(np.float32)
 
 
-def softmax(logits: np.ndarray) -> np.ndarray:
-    return np.stack([np.exp(row) / np.exp(row).sum() for row in logits.astype(float)])
-
-
 def calibration_error_by_a_loop(probabilities: np.ndarray, references: np.ndarray) -> float:
     error = 0.0
     for i in range(15):
@@ -51,67 +52,50 @@ def calibration_error_by_a_loop(probabilities: np.ndarray, references: np.ndarra
     return error
 
 
-def test_accuracy_equals_scikit_learn(ids: tuple) -> None:
-    result = Accuracy().compute(predictions=ids[0], references=ids[1])
-    assert result == {"accuracy": pytest.approx(accuracy_score(ids[1], ids[0]))}
-
-
-def test_balanced_accuracy_equals_scikit_learn(ids: tuple) -> None:
-    result = BalancedAccuracy().compute(predictions=ids[0], references=ids[1])
-    assert result == {"balanced_accuracy": pytest.approx(balanced_accuracy_score(ids[1], ids[0]))}
-
-
-def test_per_class_recall_equals_scikit_learn(ids: tuple) -> None:
-    result = PerClassRecall().compute(predictions=ids[0], references=ids[1])
-    assert result["per_class_recall"] == pytest.approx(recall_score(ids[1], ids[0], average=None))
-
-
-def test_calibration_error_equals_a_literal_loop(ids: tuple, logits: np.ndarray) -> None:
-    probabilities = softmax(logits)
-    result = CalibrationError().compute(probabilities=probabilities, references=ids[1])
-    assert result == {"calibration_error": pytest.approx(calibration_error_by_a_loop(probabilities, ids[1]))}
+def test_single_metrics_equal_scikit_learn(ids: tuple) -> None:
+    predictions, references = ids
+    assert accuracy(predictions, references) == pytest.approx(accuracy_score(references, predictions))
+    expected = balanced_accuracy_score(references, predictions)
+    assert balanced_accuracy(predictions, references) == pytest.approx(expected)
+    recalls = per_class_recall(predictions, references)
+    assert recalls == pytest.approx(recall_score(references, predictions, average=None))
+    assert balanced_accuracy(np.full(500, 3), references) == pytest.approx(1 / CLASSES)
 
 
 def test_calibration_error_by_hand() -> None:
     # two rows near 0.9, one of them wrong: |1/2 - 0.9|; one row at 0.6, right: |1 - 0.6|
     probabilities = [[0.89, 0.11], [0.09, 0.91], [0.6, 0.4]]
-    result = CalibrationError().compute(probabilities=probabilities, references=[0, 0, 0])
-    assert result["calibration_error"] == pytest.approx(2 / 3 * 0.4 + 1 / 3 * 0.4)
-
-
-def test_batches_add_up_to_the_whole(ids: tuple, logits: np.ndarray) -> None:
-    predictions, references = ids
-    probabilities = softmax(logits)
-    accuracy, calibration = Accuracy(), CalibrationError()
-    for rows in (slice(0, 200), slice(200, 350), slice(350, 500)):
-        accuracy.add_batch(predictions=predictions[rows], references=references[rows])
-        calibration.add_batch(probabilities=probabilities[rows], references=references[rows])
-    assert accuracy.compute()["accuracy"] == pytest.approx(accuracy_score(references, predictions))
-    assert calibration.compute()["calibration_error"] == pytest.approx(
-        calibration_error_by_a_loop(probabilities, references)
-    )
+    assert calibration_error(probabilities, [0, 0, 0]) == pytest.approx(2 / 3 * 0.4 + 1 / 3 * 0.4)
 
 
 def test_absent_classes_have_no_recall_and_no_share_in_the_balance() -> None:
-    inputs = {"predictions": [0, 2, 2, 1], "references": [0, 0, 2, 2]}
-    recall = PerClassRecall().compute(**inputs, num_classes=4)["per_class_recall"]
-    assert recall == pytest.approx([0.5, np.nan, 0.5, np.nan], nan_ok=True)
-    assert BalancedAccuracy().compute(**inputs)["balanced_accuracy"] == 0.5
+    recalls = per_class_recall([0, 2, 2, 1], [0, 0, 2, 2], num_classes=4)
+    assert recalls == pytest.approx([0.5, np.nan, 0.5, np.nan], nan_ok=True)
+    assert balanced_accuracy([0, 2, 2, 1], [0, 0, 2, 2]) == 0.5
 
 
-def test_constant_predictions_have_chance_balance(ids: tuple) -> None:
-    result = BalancedAccuracy().compute(predictions=np.full(500, 3), references=ids[1])
-    assert result["balanced_accuracy"] == pytest.approx(1 / CLASSES)
+@pytest.fixture
+def no_cache(tmp_path, monkeypatch) -> Path:
+    """Where `evaluate` keeps its files, unless it is told otherwise."""
+    monkeypatch.setattr(evaluate.config, "HF_METRICS_CACHE", str(tmp_path))
+    return tmp_path
 
 
-def test_metrics_combine(ids: tuple) -> None:
-    result = evaluate.combine([Accuracy(), BalancedAccuracy()]).compute(predictions=ids[1], references=ids[1])
-    assert result == {"accuracy": 1.0, "balanced_accuracy": 1.0}
+def test_what_is_reported_is_what_the_trainer_gets_and_leaves_no_files(ids, logits, no_cache) -> None:
+    names = [f"class {i}" for i in range(CLASSES)]
+    plain = classification_metrics(names)(EvalPrediction(logits, ids[1]))
+    assert evaluate_classifier(logits, ids[1], names) == plain
+    named = evaluate_classifier(logits, ids[1], names, prefix="test_")
+    assert named == {f"test_{name}": value for name, value in plain.items()}
+    assert list(no_cache.iterdir()) == []
 
 
-def test_metrics_leave_no_files_in_the_cache(tmp_path, ids: tuple) -> None:
-    Accuracy(cache_dir=str(tmp_path)).compute(predictions=ids[0], references=ids[1])
-    assert list(tmp_path.iterdir()) == []
+def test_batches_add_up_to_the_whole(ids: tuple, logits: np.ndarray, tmp_path) -> None:
+    metric = ClassifierMetric(cache_dir=str(tmp_path), keep_in_memory=True)
+    for rows in (slice(0, 200), slice(200, 350), slice(350, 500)):
+        metric.add_batch(predictions=logits[rows], references=ids[1][rows])
+    names = [f"class {i}" for i in range(CLASSES)]
+    assert metric.compute(class_names=names) == evaluate_classifier(logits, ids[1], names)
 
 
 def test_the_trainer_gets_every_metric_as_a_number(ids: tuple, logits: np.ndarray) -> None:
@@ -124,7 +108,7 @@ def test_the_trainer_gets_every_metric_as_a_number(ids: tuple, logits: np.ndarra
         {
             "accuracy": accuracy_score(references, logits.argmax(-1)),
             "balanced_accuracy": balanced_accuracy_score(references, logits.argmax(-1)),
-            "calibration_error": calibration_error_by_a_loop(softmax(logits), references),
+            "calibration_error": calibration_error_by_a_loop(softmax(logits.astype(float), -1), references),
             **{f"recall_class_{i}": recall for i, recall in enumerate(recalls)},
         }
     )

@@ -1,37 +1,29 @@
-"""A small Hub on the loopback interface, in memory, for the real clients in subprocesses.
+"""A small Hub on the loopback interface, in memory, for the real clients.
 
     with HubServer() as hub:
         environment = hub.environment(tmp_path / "home")  # empty caches, a token, this server as HF_ENDPOINT
-        subprocess.run([sys.executable, "-c", program], env=environment, check=True) repo = hub.repo("model",
-        "org/name")              # KeyError where there is none; kinds: model, dataset
-        repo.files()["config.json"]                       # bytes on main; files("v1"): at a branch, tag or
-        commit repo.commits[-1].sha, repo.commits[-1].message    # oldest first; the first one is the Hub's
-        own repo.private, repo.branches, repo.tags
+        subprocess.run([sys.executable, "-c", program], env=environment, check=True)
+        repo = hub.repo("model", "org/name")  # KeyError where there is none; the other kind is dataset
+        repo.files()["config.json"]  # bytes on main; files("v1") at a branch or commit
+        repo.commits[-1].message  # oldest first; the first one is the Hub's own
 
-The token in `environment` belongs to a user "tester" who may write to the namespaces "tester" and "org",
-nowhere else; another namespace is 403, a wrong token 401, a private repo without a token 401. Delete HF_TOKEN
-for nobody. `hub.create("dataset", "org/data", {"README.md": b"..."}, private=True)` fills a repo without a
-client.
+The token belongs to a user "tester" who may write to the namespaces "tester" and "org"; another namespace is
+403, a wrong token 401, a private repo without a token 401. `hub.create("dataset", "org/data", {"README.md":
+b"..."})` fills a repo without a client.
 
-Faults, each for the next `times` requests to one of ENDPOINTS (whose path contains `path`), in the order
-        given: hub.fail("upload", 500, times=2)                  # any status hub.fail("preupload", 429,
-        seconds=1)             # with Retry-After hub.fail("upload", "reset")                       # the
-        connection, in the middle of the body; nothing is done hub.fail("commit", "lost")
-        # done, but the connection breaks before the answer hub.fail("download", "drip", seconds=0.5)
-        # the reply in 5 pieces, a pause before each hub.fail("download", "corrupt", path="model.")    # one
-        byte changed: on the way down, or on the way up hub.fail("download", "redirect")                  # to
-        OTHER_HOST, where the same server listens hub.heal()                                        # forget
-        the faults that are left A 409 from "create" needs no fault: it is the answer for a repo that exists.
-        At OTHER_HOST nothing fails.
+Faults, each for the next `times` requests to an endpoint of ROUTES (whose path contains `path`), in the order
+given; `hub.heal()` forgets those that are left:
 
-`hub.requests` holds every request: endpoint, method, path, host it came to, whether it brought a token,
-status sent (0 for a reset). `hub.seen("upload")` gives those of one endpoint.
+    hub.fail("upload", 500, times=2)  # any status
+    hub.fail("preupload", 429, seconds=1)  # with Retry-After
+    hub.fail("upload", "reset")  # the connection, in the middle of the body; nothing is done
+    hub.fail("commit", "lost")  # done, but the connection breaks before the answer
+    hub.fail("download", "drip", seconds=0.5)  # the reply in 5 pieces, a pause before each
+    hub.fail("download", "corrupt", path="model.")  # one byte changed, on the way down or up
+    hub.fail("download", "redirect")  # to OTHER_HOST, where the same server listens and nothing fails
 
-A process that stays, so that its imports are paid for once:
-
-    with Python(hub.environment(home)) as python:
-        python("import huggingface_hub")
-        outcome = python("result = huggingface_hub.whoami()")  # outcome.value, .errors, .seconds; see Outcome
+`hub.requests` holds every request: endpoint, method, path, host it came to, whether it brought a token, and
+the status sent (0 for a reset). `hub.seen("upload")` gives those of one endpoint.
 """
 
 from __future__ import annotations
@@ -43,7 +35,6 @@ import hashlib
 import json
 import os
 import re
-import select
 import socket
 import struct
 import subprocess
@@ -51,7 +42,6 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -61,6 +51,7 @@ from urllib.parse import parse_qs, unquote, urlsplit
 import yaml
 
 
+sleep = time.sleep  # which tests make shorter for the client
 HOST, OTHER_HOST = "127.0.0.1", "127.0.0.2"
 USER, NAMESPACES = "tester", ("tester", "org")
 KINDS = {"models": "model", "datasets": "dataset"}
@@ -72,16 +63,12 @@ REPO = r"/(?:(?P<kind>datasets)/)?(?P<name>[^/]+/[^/]+)"
 REVISION = r"(?P<revision>[^/]+)"
 # What huggingface_hub 2.4, transformers 5.22 and datasets 5.2 ask for: endpoint, method, path.
 ROUTES = [
-    ("whoami", "GET", "/api/whoami-v2"),
     ("yaml", "POST", "/api/validate-yaml"),
     ("create", "POST", "/api/repos/create"),
     ("info", "GET", f"{API}(?:/revision/{REVISION})?"),
     ("tree", "GET", f"{API}/tree/{REVISION}(?:/(?P<path>.+))?"),
     ("paths", "POST", f"{API}/paths-info/{REVISION}"),
-    ("commits", "GET", f"{API}/commits/{REVISION}"),
-    ("refs", "GET", f"{API}/refs"),
     ("branch", "POST", f"{API}/branch/(?P<branch>[^/]+)"),
-    ("tag", "POST", f"{API}/tag/{REVISION}"),
     ("preupload", "POST", f"{API}/preupload/{REVISION}"),
     ("batch", "POST", f"{REPO}\\.git/info/lfs/objects/batch"),
     ("upload", "PUT", "/lfs/(?P<sha256>[0-9a-f]{64})"),
@@ -90,14 +77,14 @@ ROUTES = [
     ("head", "HEAD", f"{REPO}/resolve/{REVISION}/(?P<path>.+)"),
     ("download", "GET", f"{REPO}/resolve/{REVISION}/(?P<path>.+)"),
 ]
-ENDPOINTS = {endpoint for endpoint, _, _ in ROUTES}
 FAULTS = ("reset", "lost", "drip", "corrupt", "redirect")
 # What the Hub says with a status, where the client makes something of it: message, code.
 PLAYED = {
     401: ("Invalid credentials in Authorization header", ""),
     404: ("Repository not found", "RepoNotFound"),
+    409: ("Cannot create repo: another conflicting operation is in progress", ""),
 }
-WRITES = {"create", "branch", "tag", "preupload", "batch", "verify", "commit"}
+WRITES = {"create", "branch", "preupload", "batch", "verify", "commit"}
 
 
 class HubError(Exception):
@@ -155,13 +142,12 @@ class Repo:
     private: bool = False
     commits: list[Commit] = field(default_factory=list)
     branches: dict[str, str] = field(default_factory=dict)
-    tags: dict[str, str] = field(default_factory=dict)
 
     def files(self, revision: str = "main") -> dict[str, bytes]:
         return {path: file.data for path, file in self.at(revision).tree.items()}
 
     def at(self, revision: str) -> Commit:
-        sha = self.branches.get(revision) or self.tags.get(revision) or revision
+        sha = self.branches.get(revision) or revision
         for commit in self.commits:
             if commit.sha == sha:
                 return commit
@@ -260,10 +246,8 @@ class HubServer:
     def fail(
         self, endpoint: str, fault: int | str, times: int = 1, path: str = "", seconds: float = 1
     ) -> None:
-        if endpoint not in ENDPOINTS:
-            raise ValueError(f"Unknown endpoint {endpoint!r}. Choose one of {', '.join(sorted(ENDPOINTS))}.")
-        if isinstance(fault, str) and fault not in FAULTS:
-            raise ValueError(f"Unknown fault {fault!r}. Choose a status or one of {', '.join(FAULTS)}.")
+        assert endpoint in {known for known, _, _ in ROUTES}
+        assert fault in FAULTS or isinstance(fault, int)
         self.faults.append(Fault(endpoint, fault, times, path, seconds))
 
     def heal(self) -> None:
@@ -346,7 +330,7 @@ class Handler(BaseHTTPRequestHandler):
         """May this request be made at all?"""
         if token is not None and token != f"Bearer {self.hub.token}":
             raise HubError(401, "Invalid credentials in Authorization header")
-        if token is None and (self.endpoint in WRITES or self.endpoint == "whoami"):
+        if token is None and self.endpoint in WRITES:
             raise HubError(401, "Invalid username or password.")
         if "name" not in self.values:
             return
@@ -375,7 +359,7 @@ class Handler(BaseHTTPRequestHandler):
             self.fields["Content-Type"] = "application/json"
             body = json.dumps(body).encode()
         pause = self.fault.seconds if self.fault and self.fault.kind == "drip" else 0.0
-        time.sleep(pause)
+        sleep(pause)
         self.record.status = self.status
         self.send_response(self.status)
         for name, value in {"Content-Length": str(len(body)), **self.fields}.items():
@@ -388,13 +372,13 @@ class Handler(BaseHTTPRequestHandler):
             self.reset()
         step = max(1, -(-len(body) // 4) if pause else len(body))
         for start in range(0, len(body), step):
-            time.sleep(pause)
+            sleep(pause)
             self.wfile.write(body[start : start + step])
 
     def reset(self) -> None:
         """Break the connection so that the other side gets an error, not an end."""
         self.record.status = 0
-        time.sleep(0.05)  # what was just sent would be lost with the connection
+        sleep(0.05)  # what was just sent would be lost with the connection
         self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         os.close(self.connection.detach())
         raise ConnectionResetError
@@ -404,15 +388,10 @@ class Handler(BaseHTTPRequestHandler):
     def serve_unknown(self) -> Any:
         raise HubError(404, f"This server has no answer to {self.command} {self.path}")
 
-    def serve_whoami(self) -> Any:
-        organisations = [{"type": "org", "name": name} for name in NAMESPACES if name != USER]
-        access = {"type": "access_token", "accessToken": {"displayName": "tests", "role": "write"}}
-        return {"type": "user", "id": "1", "name": USER, "orgs": organisations, "auth": access}
-
     def serve_yaml(self) -> Any:
-        errors, warnings = check_card(json.loads(self.body)["content"])
-        found = {"errors": [{"message": e} for e in errors], "warnings": [{"message": w} for w in warnings]}
-        if errors:
+        error = card_error(json.loads(self.body)["content"])
+        found = {"errors": [{"message": error}] if error else [], "warnings": []}
+        if error:
             raise HubError(400, "Invalid metadata", body=found)
         return found
 
@@ -463,37 +442,10 @@ class Handler(BaseHTTPRequestHandler):
                 found.append(folder_entry(path.strip("/")))
         return found
 
-    def serve_commits(self) -> Any:
-        last = self.repo.commits.index(self.repo.at(self.values["revision"]))
-        return [
-            {
-                "id": commit.sha,
-                "authors": [{"user": USER}],
-                "date": NOW,
-                "title": commit.message,
-                "message": "",
-            }
-            for commit in reversed(self.repo.commits[: last + 1])
-        ]
-
-    def serve_refs(self) -> Any:
-        kinds = {"branches": ("heads", self.repo.branches), "tags": ("tags", self.repo.tags)}
-        listed = {
-            key: [
-                {"name": name, "ref": f"refs/{kind}/{name}", "targetCommit": sha}
-                for name, sha in refs.items()
-            ]
-            for key, (kind, refs) in kinds.items()
-        }
-        return listed | {"converts": [], "pullRequests": []}
-
     def serve_branch(self) -> Any:
-        return new_ref(
-            self.repo, "branches", self.values["branch"], json.loads(self.body).get("startingPoint", "main")
-        )
-
-    def serve_tag(self) -> Any:
-        return new_ref(self.repo, "tags", json.loads(self.body)["tag"], self.values["revision"])
+        start = json.loads(self.body).get("startingPoint", "main")
+        self.repo.branches[self.values["branch"]] = self.repo.at(start).sha
+        return {}
 
     def serve_preupload(self) -> Any:
         tree, answers = self.repo.at(self.values["revision"]).tree, []
@@ -544,7 +496,8 @@ class Handler(BaseHTTPRequestHandler):
         for operation in operations:
             self.change(tree, operation["key"], operation["value"])
         commit = self.repo.add(tree, header["value"]["summary"], branch)
-        url = f"{self.hub.url}/{'datasets/' if self.repo.kind == 'dataset' else ''}{self.repo.name}/commit/{commit.sha}"
+        kind = "datasets/" if self.repo.kind == "dataset" else ""
+        url = f"{self.hub.url}/{kind}{self.repo.name}/commit/{commit.sha}"
         return {"success": True, "commitOid": commit.sha, "commitUrl": url, "hookOutput": ""}
 
     def change(self, tree: dict[str, File], key: str, value: dict[str, Any]) -> None:
@@ -558,12 +511,8 @@ class Handler(BaseHTTPRequestHandler):
             tree[path] = File(self.hub.objects[value["oid"]], lfs=True)
         elif key == "lfsFile":
             raise HubError(400, f"{path} points to an object that was never uploaded")
-        elif key in ("deletedFile", "deletedFolder"):
-            gone = [other for other in tree if other == path or other.startswith(path.rstrip("/") + "/")]
-            if not gone:
-                raise HubError(404, f"A file with this name doesn't exist: {path}", "EntryNotFound")
-            for other in gone:
-                del tree[other]
+        elif key == "deletedFile" and path in tree:
+            del tree[path]
         else:
             raise HubError(400, f"Unknown operation {key!r}")
 
@@ -605,14 +554,6 @@ def check_namespace(namespace: str) -> None:
         raise HubError(403, f"You don't have the rights to write to the namespace {namespace!r}")
 
 
-def new_ref(repo: Repo, kind: str, name: str, start: str) -> dict[str, str]:
-    refs = getattr(repo, kind)
-    if name in refs:
-        raise HubError(409, f"Reference {name!r} exists")
-    refs[name] = repo.at(start).sha
-    return {}
-
-
 def folder_entry(path: str) -> dict[str, Any]:
     return {"type": "directory", "path": path, "oid": hashlib.sha1(path.encode()).hexdigest(), "size": 0}
 
@@ -630,105 +571,26 @@ def damaged(data: bytes) -> bytes:
     return data[:-1] + bytes([data[-1] ^ 1]) if data else data
 
 
-def check_card(text: str) -> tuple[list[str], list[str]]:
-    """Errors and warnings about the YAML at the top of a README, those that the Hub gives most often."""
+def card_error(text: str) -> str | None:
+    """What is wrong with the YAML at the top of a README."""
     match = re.match(r"---\r?\n(.*?)\r?\n?---\s*(\n|$)", text, re.DOTALL)
-    if not match:
-        return [], ["empty or missing yaml metadata in repo card"]
     try:
-        header = yaml.safe_load(match[1])
+        header = yaml.safe_load(match[1]) if match else {}
     except yaml.YAMLError as error:
-        return [f"YAML Metadata Error: {error}"], []
-    if not isinstance(header, dict):
-        return ["YAML Metadata Error: the header is not a mapping"], []
-    return list(model_index_errors(header.get("model-index", []))), []
+        return f"YAML Metadata Error: {error}"
+    return None if isinstance(header, dict) else "YAML Metadata Error: the header is not a mapping"
 
 
-def model_index_errors(models: Any) -> Iterable[str]:
-    if not isinstance(models, list):
-        yield '"model-index" must be an array'
-        return
-    needed = {"task": ["type"], "dataset": ["type", "name"]}
-    for i, model in enumerate(models):
-        if not isinstance(model.get("name"), str):
-            yield f'"model-index[{i}].name" must be a string'
-        for j, result in enumerate(model.get("results", [])):
-            where = f"model-index[{i}].results[{j}]"
-            for part, keys in needed.items():
-                yield from (
-                    f'"{where}.{part}.{key}" is required' for key in keys if not result.get(part, {}).get(key)
-                )
-            for k, metric in enumerate(result.get("metrics") or [{}]):
-                missing = [key for key in ("type", "value") if key not in metric]
-                yield from (f'"{where}.metrics[{k}].{key}" is required' for key in missing)
-
-
-CHILD = """
-import json, os, sys, time
-answers = os.fdopen(os.dup(1), "w")
-os.dup2(2, 1)  # what libraries print
-names = {"__name__": "__main__"}
-for line in sys.stdin:
-    start, errors = time.monotonic(), []
-    try:
-        exec(json.loads(line), names)
-    except Exception as error:
-        while error is not None:
-            errors.append(f"{type(error).__name__}: {error}")
-            error = error.__cause__ or error.__context__
-    answer = {"value": names.pop("result", None), "errors": errors, "seconds": time.monotonic() - start}
-    print(json.dumps(answer), file=answers, flush=True)
-"""
-
-
-@dataclass
-class Outcome:
-    """What a piece of code left in `result`, or the error it ended in, in front of those that caused it."""
-
-    value: Any
-    errors: list[str]
-    seconds: float
-
-
-class Python:
-    """See the top of this file.
-
-    Args:
-        errors: file for what the process and its libraries print.
-        timeout: seconds for one piece of code; then the process is killed and TimeoutError raised.
-    """
-
-    def __init__(self, environment: dict[str, str], errors: Path | None = None, timeout: float = 120) -> None:
-        self.timeout = timeout
-        self.errors = errors.open("w") if errors else None
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", CHILD],
-            cwd=Path(__file__).parents[2],
-            env=environment,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self.errors or subprocess.DEVNULL,
-            text=True,
-        )
-
-    def __enter__(self) -> Python:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.process.kill()
-        self.process.communicate()
-        if self.errors:
-            self.errors.close()
-
-    def __call__(self, code: str) -> Outcome:
-        assert self.process.stdin
-        assert self.process.stdout
-        self.process.stdin.write(json.dumps(textwrap.dedent(code)) + "\n")
-        self.process.stdin.flush()
-        if not select.select([self.process.stdout], [], [], self.timeout)[0]:
-            self.process.kill()
-            raise TimeoutError(f"Not done after {self.timeout} seconds: {code}")
-        line = self.process.stdout.readline()
-        if not line:
-            raise RuntimeError(f"The process ended with {self.process.wait()} in: {code}")
-        return Outcome(**json.loads(line))
+def in_a_process(environment: dict[str, str], program: str, folder: Path) -> Any:
+    """What a fresh Python leaves in `result`, as JSON knows it."""
+    program = f"{textwrap.dedent(program)}\nimport json; json.dump(result, open('result.json', 'w'))"
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env=environment,
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads((folder / "result.json").read_text())

@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
-import zipfile
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 import yaml
@@ -20,24 +16,13 @@ from scipy.stats import binomtest
 
 from hf_fixastep import LOSSES
 from hf_fixastep.disk import digest
-from hf_fixastep.hub import client
-from hf_fixastep.hub.cards import (
-    ALLOWED,
-    CITATIONS,
-    FIGURES,
-    FIX_A_STEP,
-    escape,
-    intervals,
-    mean_interval,
-    model_card,
-    model_files,
-    plain,
-    prepare_model,
-    shared,
-    wilson,
-)
+from hf_fixastep.evaluation.intervals import split_intervals
+from hf_fixastep.hub.cards import CITATIONS, FIX_A_STEP, model_card
+from hf_fixastep.hub.checks import check_repo_id
+from hf_fixastep.hub.push import ALLOWED, model_files, prepare_model
+from hf_fixastep.hub.texts import escape, plain, shared
 from hf_fixastep.names import METHODS
-from hf_fixastep.runs.folder import RunFolder
+from hf_fixastep.runs.folder import FIGURES, RunFolder
 
 
 ROOT = Path(__file__).parents[2]
@@ -119,10 +104,10 @@ def run(tmp_path) -> RunFolder:
     for name in FIGURES:
         (folder / name).write_bytes(PNG)
     results = {
-        "test_accuracy": 0.9,
+        "test_accuracy": 0.875,
         "test_balanced_accuracy": 0.85,
-        "test_recall_cat": 0.95,
-        "test_recall_dog": 0.75,
+        "test_recall_cat": 0.9,
+        "test_recall_dog": 0.8,
     }
     support = {"test": [30, 10, 0]}
     metrics = {
@@ -135,7 +120,7 @@ def run(tmp_path) -> RunFolder:
         "gate_open_rate": 0.625,
         **results,
         "support": support,
-        "intervals": intervals(results, support),
+        "intervals": split_intervals(results, support),
         "dataset": {"name": "digits_open_set", "config": "zeta50", "hashes": {"labeled": "0123456789abcdef"}},
         "speed": {"steps_per_second": 12.5, "device": "CPU with 2 threads", "processes": 1},
         "versions": {"torch": "2.15.0"},
@@ -189,7 +174,7 @@ def test_the_results_are_read_back_from_the_header(run):
     )
     results = {result.metric_type: result for result in found.eval_results}
     assert {name: result.metric_value for name, result in results.items()} == {
-        "accuracy": 0.9,
+        "accuracy": 0.875,
         "balanced_accuracy": 0.85,
     }
     accuracy = results["accuracy"]
@@ -198,12 +183,14 @@ def test_the_results_are_read_back_from_the_header(run):
         "zeta50",
         "test",
     )
-    exact = binomtest(36, 40).proportion_ci(method="wilson")
+    exact = binomtest(35, 40).proportion_ci(method="wilson")
     assert accuracy.metric_args == {"images": 40, "interval_95": [round(exact.low, 4), round(exact.high, 4)]}
 
 
 def test_the_card_tells_what_the_run_knows(run):
-    text = shown_text(body(model_card(run, "org/name", "mit", "Sorting digits.")))
+    card = model_card(run, "org/name", "mit", "Sorting digits.")
+    assert "\n\n\n" not in card  # jinja leaves out a name that was not given
+    text = shown_text(body(card))
     for fact in (
         "3 classes (cat, dog, owl)",
         "FixMatch and Fix-A-Step",
@@ -237,8 +224,8 @@ def test_the_card_names_the_method_that_was_used(run, gate, mixing, words):
 def test_only_classes_that_were_tested_have_a_recall(run):
     rows = [line for line in model_card(run).splitlines() if re.match(r"\| (cat|dog|owl) ", line)]
     assert [row.split(" | ")[:2] for row in rows] == [["| cat", "30"], ["| dog", "10"]]
-    # By hand, with z = 1.96: (0.75 + 0.192 ± 0.330) / 1.384.
-    assert rows[1].endswith("| 75.0 % (44.2 to 91.9) |")
+    # By hand, with z = 1.96: (0.8 + 0.192 ± 0.314) / 1.384.
+    assert rows[1].endswith("| 80.0 % (49.0 to 94.3) |")
 
 
 def test_a_run_without_results_says_so(run):
@@ -285,36 +272,7 @@ def test_the_readme_cites_fix_a_step_in_the_same_words():
     assert FIX_A_STEP in (ROOT / "README.md").read_text()
 
 
-# ---- numbers
-
-
-@pytest.mark.parametrize(("hits", "count"), [(0, 5), (5, 5), (3, 7), (812, 1000), (1, 1)])
-def test_the_interval_of_a_share_is_wilsons(hits, count):
-    expected = binomtest(hits, count).proportion_ci(method="wilson")
-    assert wilson(hits / count, count) == pytest.approx((expected.low, expected.high), abs=1e-12)
-
-
-def test_the_interval_of_a_mean_of_shares_holds_it_in_95_of_100_cases():
-    random, shares, counts = (
-        np.random.default_rng(0),
-        np.array([0.95, 0.8, 0.6, 0.99]),
-        np.array([60, 25, 40, 15]),
-    )
-    draws = random.binomial(counts, shares, size=(4000, 4)) / counts
-    ends = np.array([mean_interval(draw, counts) for draw in draws])
-    held = np.mean((ends[:, 0] <= shares.mean()) & (shares.mean() <= ends[:, 1]))
-    assert 0.935 <= held <= 0.985
-
-
-def test_the_interval_of_one_share_is_that_of_its_mean():
-    assert mean_interval([0.3], [50]) == pytest.approx(wilson(0.3, 50))
-
-
 # ---- hostile texts
-
-
-def test_there_are_enough_hostile_texts():
-    assert len(set(HOSTILE)) >= 40
 
 
 @pytest.mark.parametrize("text", READABLE)
@@ -369,24 +327,9 @@ def test_the_name_of_a_folder_stays_inside_the_code(run, tmp_path, name):
 )
 def test_a_hostile_model_id_is_refused_in_one_short_line(text):
     with pytest.raises(ValueError, match=r"^hub_model_id is ") as refused:
-        client.check_repo_id(text)
+        check_repo_id(text)
     assert str(refused.value).isprintable()
     assert len(str(refused.value)) < 400
-
-
-def test_ordinary_model_ids_are_taken():
-    assert [client.check_repo_id(name) for name in ("org/name", "name", "a.b/c-d_e")] == [
-        "org/name",
-        "name",
-        "a.b/c-d_e",
-    ]
-
-
-@pytest.mark.parametrize("text", [None, "", "MIT License", "mit\nother", "x" * 100, "<b>"])
-def test_a_licence_has_to_be_a_short_name(text):
-    with pytest.raises(ValueError, match=r"^hub_license is ") as refused:
-        client.check_license(text)
-    assert str(refused.value).isprintable()
 
 
 # ---- what leaves the machine
@@ -447,36 +390,21 @@ def test_class_names_are_no_paths(run):
     assert pushed["_name_or_path"] == "model"
 
 
-def plant_in_recipe(run):
-    run.recipe["note"] = f"mine is {TOKEN}"
+PLANTS = {
+    "recipe": lambda run: run.recipe.update(note=f"mine is {TOKEN}"),
+    "metrics": lambda run: run.metrics.update(note=[TOKEN]),
+    "config": lambda run: write_config(run.folder, [TOKEN]),
+    "log": lambda run: (run.folder / "log.csv").write_text(f"step,{TOKEN}\n"),
+    "figure": lambda run: (run.folder / "gate.png").write_bytes(PNG + TOKEN.encode()),
+    "weights": lambda run: save_file(
+        {"w": torch.zeros(1)}, run.folder / "model.safetensors", metadata={"note": TOKEN}
+    ),
+}
 
 
-def plant_in_metrics(run):
-    run.metrics["note"] = [TOKEN]
-
-
-def plant_in_config(run):
-    write_config(run.folder, [TOKEN])
-
-
-def plant_in_log(run):
-    (run.folder / "log.csv").write_text(f"step,{TOKEN}\n")
-
-
-def plant_in_figure(run):
-    (run.folder / "gate.png").write_bytes(PNG + TOKEN.encode())
-
-
-def plant_in_weights(run):
-    save_file({"w": torch.zeros(1)}, run.folder / "model.safetensors", metadata={"note": TOKEN})
-
-
-@pytest.mark.parametrize(
-    "plant",
-    [plant_in_recipe, plant_in_metrics, plant_in_config, plant_in_log, plant_in_figure, plant_in_weights],
-)
-def test_a_token_is_never_pushed(run, plant):
-    plant(run)
+@pytest.mark.parametrize("place", PLANTS)
+def test_a_token_is_never_pushed(run, place):
+    PLANTS[place](run)
     with pytest.raises(ValueError, match="looks like an access token") as refused:
         model_files(run, "card")
     assert TOKEN not in str(refused.value)
@@ -505,9 +433,8 @@ def test_a_push_asks_for_what_a_card_cannot_know(run):
     with pytest.raises(ValueError, match="hub_license is not given"):
         prepare_model(run, "org/name", None, None)
     run.metrics["dataset"]["medical"] = True
-    for nothing in (None, "", " \n"):
-        with pytest.raises(ValueError, match="hub_intended_use is not given, and these data are medical"):
-            prepare_model(run, "org/name", "mit", nothing)
+    with pytest.raises(ValueError, match="hub_intended_use is not given, and these data are medical"):
+        prepare_model(run, "org/name", "mit", " ")
     card = prepare_model(run, "org/name", "mit", "Research on views.")["README.md"].decode()
     assert "Not a medical device" in card
     assert "Research on views." in card
@@ -536,44 +463,3 @@ def test_a_folder_that_is_no_finished_run_is_refused(run, name):
     (run.folder / name).unlink()
     with pytest.raises(ValueError, match=f"holds no {re.escape(name)}, so it is no finished run"):
         RunFolder.read(run.folder)
-
-
-# ---- the template
-
-
-@pytest.mark.slow
-def test_a_wheel_holds_the_template_and_writes_cards(run, tmp_path):
-    source = tmp_path / "source"
-    source.mkdir()
-    for name in ("hf_fixastep", "hub_cards", "recipes", "pyproject.toml", "README.md", "LICENSE"):
-        subprocess.run(["cp", "-r", ROOT / name, source], check=True)
-    build = [
-        sys.executable,
-        "-m",
-        "pip",
-        "wheel",
-        source,
-        "--no-deps",
-        "--no-build-isolation",
-        "-w",
-        tmp_path,
-    ]
-    subprocess.run(build, check=True, capture_output=True)
-    (wheel,) = tmp_path.glob("*.whl")
-    with zipfile.ZipFile(wheel) as archive:
-        archive.extractall(tmp_path / "site")
-    program = (
-        "import hf_fixastep.cards as cards\n"
-        f"assert cards.__file__.startswith({str(tmp_path)!r}), cards.__file__\n"
-        f"print(cards.model_card(cards.RunFolder.read({str(run.folder)!r}), 'org/name', 'mit'))"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        env={"PYTHONPATH": str(tmp_path / "site"), "HF_HUB_OFFLINE": "1", "PATH": "", "HOME": str(tmp_path)},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "# name" in done.stdout
