@@ -36,7 +36,8 @@ from hf_fixastep import (
     WideResNetConfig,
     WideResNetForImageClassification,
 )
-from hf_fixastep.losses import LOSSES, Losses
+from hf_fixastep.losses import LOSSES
+from hf_fixastep.losses.base import Losses
 from hf_fixastep.step.batch import SemiBatch
 from hf_fixastep.step.gate import GATES
 from tests import naive

@@ -41,8 +41,8 @@ from hf_fixastep.data.registry import is_medical
 from hf_fixastep.hub.client import pull
 from hf_fixastep.checks import check_choice
 from hf_fixastep.plots import save_figures
-from hf_fixastep.procedures import get_procedure, run_procedure
-from hf_fixastep.procedures.rounds import PROCEDURE
+from hf_fixastep.procedures import get_procedure
+from hf_fixastep.procedures.rounds import PROCEDURE, run_procedure
 
 
 def load_data(args: DataArguments) -> Any:

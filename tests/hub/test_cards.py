@@ -23,7 +23,6 @@ from hf_fixastep.disk import digest
 from hf_fixastep.hub import client
 from hf_fixastep.hub.cards import (
     ALLOWED,
-    CITATIONS,
     FIGURES,
     FIX_A_STEP,
     escape,
@@ -36,7 +35,7 @@ from hf_fixastep.hub.cards import (
     shared,
     wilson,
 )
-from hf_fixastep.names import METHODS
+from hf_fixastep.methods import CITATIONS, METHODS
 from hf_fixastep.runs.folder import RunFolder
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hf_fixastep.losses import Losses, SemiSupervisedLoss
+from hf_fixastep.losses.base import Losses, SemiSupervisedLoss
 from hf_fixastep.step.batch import SemiBatch
 
 

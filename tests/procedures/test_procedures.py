@@ -21,7 +21,7 @@ from hf_fixastep.data.loader import generator_for
 from hf_fixastep.losses import Supervised
 from hf_fixastep.procedures import CurriculumLabeling, Procedure, SafeStudent
 from hf_fixastep.procedures.curriculum_labeling import class_weights, confident_rows
-from hf_fixastep.procedures.rounds import Round, Rounds, with_pseudo_labels
+from hf_fixastep.procedures.rounds import Round, Rounds
 from hf_fixastep.procedures.safe_student import SafeStudentLoss, energy_discrepancy
 from hf_fixastep.runs import training as train_recipe
 from tests.losses.conftest import PixelModel, cross_entropy, pixel_batch
@@ -133,6 +133,8 @@ class FakeRounds:
     def keep(self, name: str, make: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
         return make()
 
+    pseudo_labeled = Rounds.pseudo_labeled
+
 
 def test_the_share_of_pseudo_labels_grows_by_20_percent_a_round():
     rounds = FakeRounds()
@@ -181,7 +183,8 @@ def test_weights_are_negatives_per_positive():
 def test_grey_labeled_images_join_coloured_ones():
     grey = Images(torch.full((1, 1, 2, 2), 7, dtype=torch.uint8), torch.tensor([0]), ["a", "b"])
     pile = Images(torch.arange(24, dtype=torch.uint8).view(2, 3, 2, 2))
-    joined = with_pseudo_labels(grey, pile, torch.tensor([1]), torch.tensor([1]))
+    rounds = SimpleNamespace(labeled=grey, unlabeled=pile)
+    joined = Rounds.pseudo_labeled(rounds, torch.tensor([1]), torch.tensor([1]))
     assert joined.labels.tolist() == [0, 1]
     assert torch.equal(joined.pixels[0], torch.full((3, 2, 2), 7, dtype=torch.uint8))
     assert torch.equal(joined.pixels[1], pile.pixels[1])
