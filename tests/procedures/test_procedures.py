@@ -230,33 +230,6 @@ def test_two_rounds_are_two_trainings_of_a_plain_implementation(tmp_path: Path) 
     assert found.state.global_step == 3 * STEPS
 
 
-# ---- the supervised loss of it
-
-
-def test_mixup_mixes_images_and_labels_of_the_batch_with_each_other():
-    batch = pixel_batch(x=[[0.0, 1, 2], [3, 5, 1], [2, 0, 0]], y=[[1, 0, 0], [0, 1, 0], [0, 0, 1]])
-    generator = torch.Generator().manual_seed(2)
-    partners = torch.randperm(3, generator=generator)
-    first, second = torch._standard_gamma(torch.ones(2, 3, dtype=torch.float64), generator=generator)
-    shares = (torch.maximum(first, second) / (first + second)).float().double()[:, None]
-    x, y = (shares * each + (1 - shares) * each[partners] for each in (batch.x.flatten(1), batch.y))
-    torch.testing.assert_close(Supervised(mixup=1.0)(PixelModel(), batch, None).labeled, cross_entropy(y, x))
-    assert len(set(shares.flatten().tolist())) == 3
-
-
-def test_class_weights_weigh_the_classes_and_their_scale_does_not_matter():
-    logits, y = [[0.0, 1, 2], [3, 5, 1], [2, 0, 0]], [[1, 0, 0], [0.25, 0.75, 0], [0, 0, 1]]
-    batch, ratio = pixel_batch(x=logits, y=y), [0.5, 2.0, 4.0]
-    total, weight = 0.0, 0.0
-    for row, target in zip(logits, y, strict=True):
-        for c in range(3):
-            total -= ratio[c] * target[c] * (row[c] - math.log(sum(math.exp(value) for value in row)))
-            weight += ratio[c] * target[c]
-    for scale in (1, 100):
-        loss = Supervised(class_weights=[scale * each for each in ratio]).double()
-        assert loss(PixelModel(), batch, None).labeled.item() == pytest.approx(total / weight, abs=1e-6)
-
-
 def test_class_weights_for_other_classes_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="There are 2 class_weights, but 3 classes"):
         template(tmp_path, loss_kwargs={"class_weights": [1.0, 2.0]})
@@ -352,7 +325,7 @@ def test_every_student_starts_from_its_teacher_and_hears_its_answers_to_plain_im
     assert [each["steps"] for each in json.loads((tmp_path / "rounds.json").read_text())] == [3, STEPS, STEPS]
 
 
-def test_the_first_teacher_has_labeled_images_alone(tmp_path: Path) -> None:
+def test_the_first_teacher_is_labeled_only(tmp_path: Path) -> None:
     run(SafeStudent(iterations=1), tmp_path, gate="drop", mix_labeled=True)
     log = pd.read_csv(tmp_path / "log.csv")
     assert log[log["round"] == "teacher"]["loss/unlabeled"].isna().all()
