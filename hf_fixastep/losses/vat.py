@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from hf_fixastep._compat.mixed_precision import plain_forwards
 from hf_fixastep.losses.base import Losses, SemiSupervisedLoss, check_positive
 from hf_fixastep.losses.presets import ADAM
 from hf_fixastep.step.batch import SemiBatch
@@ -110,25 +111,16 @@ def almost_unit(images: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def full_precision(model: nn.Module, device_type: str) -> Iterator[bool]:
-    """Forwards inside run without autocast and TF32; gives whether they would have run with one of them.
-
-    Accelerate (1.15) wraps autocast around `forward` itself, where no context reaches it, and keeps the plain
-    `forward` beside it.
-    """
-    wrapped = {m: m.forward for m in model.modules() if "_original_forward" in vars(m)}
-    for module in wrapped:
-        module.forward = vars(module)["_original_forward"]
+    """Forwards inside run without autocast and TF32; gives whether they would have run with one of them."""
     backends: Any = torch.backends
     kernels = (backends.cudnn.conv, backends.cuda.matmul) if device_type == "cuda" else ()
     kept = [kernel.fp32_precision for kernel in kernels]
-    was_mixed = bool(wrapped) or torch.is_autocast_enabled(device_type) or "tf32" in kept
+    was_mixed = torch.is_autocast_enabled(device_type) or "tf32" in kept
     try:
         for kernel in kernels:
             kernel.fp32_precision = "ieee"
-        with torch.autocast(device_type, enabled=False):
-            yield was_mixed
+        with plain_forwards(model) as was_wrapped, torch.autocast(device_type, enabled=False):
+            yield was_mixed or was_wrapped
     finally:
         for kernel, precision in zip(kernels, kept, strict=True):
             kernel.fp32_precision = precision
-        for module, forward in wrapped.items():
-            module.forward = forward
