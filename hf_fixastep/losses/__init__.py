@@ -9,6 +9,7 @@ from hf_fixastep.checks import check_choice
 from hf_fixastep.losses.base import SemiSupervisedLoss
 from hf_fixastep.losses.ds3l import DS3L
 from hf_fixastep.losses.fixmatch import FixMatch
+from hf_fixastep.losses.flexmatch import FlexMatch
 from hf_fixastep.losses.mean_teacher import MeanTeacher
 from hf_fixastep.losses.mixmatch import MixMatch
 from hf_fixastep.losses.mtcf import MTCF
@@ -31,6 +32,7 @@ LOSSES: dict[str, type[SemiSupervisedLoss]] = {
         VAT,
         MixMatch,
         FixMatch,
+        FlexMatch,
         UASD,
         DS3L,
         MTCF,
