@@ -16,6 +16,7 @@ from hf_fixastep.losses.mtcf import MTCF
 from hf_fixastep.losses.openmatch import OpenMatch
 from hf_fixastep.losses.pi_model import PiModel
 from hf_fixastep.losses.pseudo_label import PseudoLabel
+from hf_fixastep.losses.softmatch import SoftMatch
 from hf_fixastep.losses.supervised import Supervised
 from hf_fixastep.losses.toor import TOOR
 from hf_fixastep.losses.uasd import UASD
@@ -33,6 +34,7 @@ LOSSES: dict[str, type[SemiSupervisedLoss]] = {
         MixMatch,
         FixMatch,
         FlexMatch,
+        SoftMatch,
         UASD,
         DS3L,
         MTCF,
