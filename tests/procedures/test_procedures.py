@@ -345,27 +345,40 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("name", "step", "procedure"), CASES, ids=str)
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Procedure], dict[str, bytes]]:
+    """What an uninterrupted run leaves, each procedure run once."""
+    found: dict[str, dict[str, bytes]] = {}
+
+    def outcome_of(procedure: Procedure) -> dict[str, bytes]:
+        if str(procedure) not in found:
+            folder = tmp_path_factory.mktemp("whole")
+            run(procedure, folder)
+            found[str(procedure)] = outcome(folder)
+        return found[str(procedure)]
+
+    return outcome_of
+
+
+@pytest.mark.parametrize(("name", "step", "procedure"), CASES, ids=lambda value: str(value).split("(")[0])
 def test_a_resumed_procedure_equals_an_uninterrupted_one(
-    name: str, step: int, procedure: Procedure, tmp_path: Path
+    name: str, step: int, procedure: Procedure, whole: Callable, tmp_path: Path
 ) -> None:
-    run(procedure, tmp_path / "whole")
     with pytest.raises(Interrupted):
         run(procedure, tmp_path / "parts", kind=interrupting(name, step))
     torch.manual_seed(12345)
     Watching.begun.clear()
     run(procedure, tmp_path / "parts", resume=True, kind=Watching)
     assert next(iter(Watching.begun)) == name  # those before it are not repeated
-    found, expected = outcome(tmp_path / "parts"), outcome(tmp_path / "whole")
+    found, expected = outcome(tmp_path / "parts"), whole(procedure)
     assert found.keys() == expected.keys()
     assert [key for key in expected if found[key] != expected[key]] == []
 
 
 def test_a_procedure_that_broke_off_between_two_rounds_equals_an_uninterrupted_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    whole: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     procedure = CurriculumLabeling(percent=50)
-    run(procedure, tmp_path / "whole")
 
     def refuse(*args: Any) -> None:
         raise Interrupted
@@ -378,7 +391,7 @@ def test_a_procedure_that_broke_off_between_two_rounds_equals_an_uninterrupted_o
     Watching.begun.clear()
     run(procedure, tmp_path / "parts", resume=True, kind=Watching)
     assert Watching.begun == {}
-    found, expected = outcome(tmp_path / "parts"), outcome(tmp_path / "whole")
+    found, expected = outcome(tmp_path / "parts"), whole(procedure)
     assert [key for key in expected if found[key] != expected[key]] == []
 
 
@@ -441,34 +454,29 @@ def test_curriculum_labeling_runs_with_fix_a_step_on_the_unlabeled_images(tmp_pa
     assert list(log["step"]) == list(range(1, 2 * STEPS + 1))
 
 
-@pytest.mark.parametrize("name", ["curriculum_labeling", "safe_student"])
-def test_a_recipe_of_a_procedure_leaves_what_other_recipes_leave(name: str, tmp_path: Path) -> None:
-    few = "{percent: 100}" if name == "curriculum_labeling" else "{iterations: 1}"
-    folder, more = tmp_path / "run", ("--procedure_kwargs", few)
-    train_recipe.main(arguments(f"digits/{name}.yaml", folder, *more))
-    wanted = [
-        "model.safetensors",
-        "config.json",
-        "preprocessor_config.json",
-        "metrics.json",
-        "log.csv",
-        "recipe.yaml",
-    ]
-    assert [file for file in [*wanted, "losses.png", "confusion.png"] if not (folder / file).is_file()] == []
+@pytest.mark.parametrize(
+    ("name", "few", "last"),
+    [("curriculum_labeling", "{percent: 100}", "round-1"), ("safe_student", "{iterations: 1}", "student-1")],
+)
+def test_a_recipe_of_a_procedure_leaves_what_others_leave_and_is_resumed_like_them(
+    name: str, few: str, last: str, tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    command = arguments(f"digits/{name}.yaml", folder, "--procedure_kwargs", few)
+    train_recipe.main(command)
+    wanted = ["model.safetensors", "config.json", "preprocessor_config.json", "metrics.json", "log.csv"]
+    wanted += ["recipe.yaml", "losses.png", "confusion.png"]
+    assert [file for file in wanted if not (folder / file).is_file()] == []
     metrics = json.loads((folder / "metrics.json").read_text())
     assert (metrics["procedure"], metrics["steps"]) == (name, 8)
     with pytest.raises(SystemExit, match="holds a run already"):
-        train_recipe.main(arguments(f"digits/{name}.yaml", folder, *more))
+        train_recipe.main(command)
 
-
-def test_a_recipe_of_a_procedure_is_resumed_by_the_usual_setting(tmp_path: Path) -> None:
-    command = arguments("digits/curriculum_labeling.yaml", tmp_path, "--procedure_kwargs", "{percent: 100}")
-    train_recipe.main(command)
-    expected = (tmp_path / "model.safetensors").read_bytes()
-    (tmp_path / "model.safetensors").unlink()
-    (tmp_path / "round-1/round.json").unlink()
+    expected = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").unlink()
+    (folder / last / "round.json").unlink()
     train_recipe.main([*command, "--resume_from_checkpoint", "true"])
-    assert (tmp_path / "model.safetensors").read_bytes() == expected
+    assert (folder / "model.safetensors").read_bytes() == expected
 
 
 def test_labeled_images_can_have_strong_views(tmp_path: Path) -> None:
