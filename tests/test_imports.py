@@ -74,11 +74,7 @@ def module_name(path: Path) -> str:
 
 SOURCES = {module_name(path): path for path in sorted(PACKAGE.rglob("*.py"))}
 LOSS_TOOLS = ("losses.base", "losses.functional", "losses.presets")
-LOSS_FILES = [
-    name
-    for name in SOURCES
-    if name.startswith("losses.") and name not in LOSS_TOOLS
-]
+LOSS_FILES = [name for name in SOURCES if name.startswith("losses.") and name not in LOSS_TOOLS]
 
 
 def statements(node: ast.AST) -> Iterator[ast.Import | ast.ImportFrom]:
@@ -157,11 +153,7 @@ def test_every_rule_is_about_a_module_that_exists() -> None:
 
 @pytest.mark.parametrize("name", LOSS_FILES)
 def test_a_loss_imports_no_other_loss(name: str) -> None:
-    wrong = {
-        found
-        for found in ours(name)
-        if not inside(found, {"_compat", "checks", "step", *LOSS_TOOLS})
-    }
+    wrong = {found for found in ours(name) if not inside(found, {"_compat", "checks", "step", *LOSS_TOOLS})}
     assert not wrong, f"{name} must not import {', '.join(sorted(wrong))}"
 
 
