@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from hf_fixastep.losses import LOSSES, get_loss
     from hf_fixastep.losses.base import Losses, SemiSupervisedLoss
     from hf_fixastep.models import WideResNetConfig, WideResNetForImageClassification
-    from hf_fixastep.procedures import PROCEDURES, get_procedure, run_procedure
+    from hf_fixastep.procedures import PROCEDURES, get_procedure
+    from hf_fixastep.procedures.rounds import run_procedure
     from hf_fixastep.step.gate import GradientSlots
     from hf_fixastep.trainer import FixAStepTrainer
 
@@ -38,7 +39,7 @@ _HOMES = {
     "get_procedure": "procedures",
     "list_datasets": "data.registry",
     "load_dataset": "data.registry",
-    "run_procedure": "procedures",
+    "run_procedure": "procedures.rounds",
 }
 
 __all__ = [

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import logging
 import os
@@ -14,6 +13,8 @@ from transformers.utils import is_torch_tf32_available
 
 from hf_fixastep.checks import check_choice
 from hf_fixastep.hub.checks import check_push
+from hf_fixastep.losses.presets import ADAM, PRESETS, SGD
+from hf_fixastep.methods import preset
 from hf_fixastep.step.gate import GATES
 from hf_fixastep.step.schedules import RAMPS
 
@@ -21,105 +22,6 @@ from hf_fixastep.step.schedules import RAMPS
 logger = logging.getLogger(__name__)
 
 TRAINABLE = ("all", "head_and_norms", "lora")
-SGD: dict[str, Any] = {
-    "optim": "sgd",
-    "optim_args": "momentum=0.9,nesterov=true",
-    "learning_rate": 3e-2,
-    "weight_decay": 5e-4,
-}
-ADAM: dict[str, Any] = {"optim": "adam", "optim_args": None, "learning_rate": 2e-3, "weight_decay": 4e-5}
-# Rivals in the line of Oliver et al., 2018, arXiv 1804.09170: no weight decay, a slow sigmoid ramp. The
-# official codes multiply the learning rate by 0.2 near the end.
-OLIVER: dict[str, Any] = {
-    **ADAM,
-    "learning_rate": 3e-4,
-    "weight_decay": 0.0,
-    "unlabeled_ramp": "sigmoid",
-    "unlabeled_warmup_steps": 200000.0,
-    "lr_cycle_steps": 0.0,
-}
-
-# "paper" is the default and what to use for new work; "upstream" is what the official code executes, for
-# comparison with published figures. Entries of the loss go before those of "any"; loss by loss upstream goes
-# before paper.
-PRESETS: dict[str, dict[str, dict[str, Any]]] = {
-    "paper": {
-        "any": {
-            **SGD,
-            "unlabeled_ratio": 1.0,
-            "unlabeled_weight": 1.0,
-            "unlabeled_ramp": "linear",
-            "unlabeled_warmup_steps": 0.4,
-            "lr_cycle_steps": 1.0,
-            "lr_scheduler_type": "constant",
-            "labeled_view": "weak",
-            "mix_per_batch": False,
-            "divide_by_all_rows": False,
-            "cutout": 0.5,
-        },
-        "supervised": {"learning_rate": 3e-3, "weight_decay": 2e-3},
-        "pi_model": {"unlabeled_weight": 10.0},
-        "mean_teacher": {"unlabeled_weight": 50.0},
-        "vat": {**ADAM, "unlabeled_weight": 0.3, "lr_cycle_steps": 0.0},
-        "mixmatch": {**ADAM, "unlabeled_weight": 75.0, "unlabeled_warmup_steps": 1.0, "lr_cycle_steps": 0.0},
-        "fixmatch": {"unlabeled_ratio": 7.0, "unlabeled_warmup_steps": 0.0},
-        "uasd": {**OLIVER, "learning_rate": 1e-3},
-        "ds3l": {**OLIVER, "unlabeled_weight": 10.0},
-        "mtcf": {
-            **ADAM,
-            "optim": "adamw_torch",
-            "weight_decay": 2e-2,
-            "unlabeled_weight": 75.0,
-            "unlabeled_warmup_steps": 0.0,
-            "lr_cycle_steps": 0.0,
-        },
-        "openmatch": {"unlabeled_ratio": 2.0, "unlabeled_warmup_steps": 0.0},
-        "toor": {**OLIVER, "unlabeled_warmup_steps": 0.0},
-        # Procedures: entries of theirs go before those of the loss. Their batches are 512 and 256 + 256
-        # images.
-        "curriculum_labeling": {
-            **SGD,
-            "learning_rate": 0.1,
-            "lr_cycle_steps": 0.0,
-            "lr_scheduler_type": "cosine",
-            "labeled_view": "strong",
-        },
-        "safe_student": {
-            **SGD,
-            "learning_rate": 0.128,
-            "unlabeled_warmup_steps": 0.0,
-            "labeled_view": "strong",
-        },
-    },
-    "upstream": {
-        "any": {
-            "unlabeled_warmup_steps": 419430.0,
-            "lr_cycle_steps": 1048576.0,
-            "mix_per_batch": True,
-            "divide_by_all_rows": True,
-            "cutout": 16.0,
-        },
-        "supervised": {"lr_cycle_steps": 390600.0},
-        "pseudo_label": {"loss_kwargs": {"multiplier": None}},
-        "vat": {"loss_kwargs": {"xi": 1e-6, "safe_normalization": False}},
-        "mixmatch": {
-            "unlabeled_ramp": "staircase",
-            "unlabeled_warmup_steps": 1048576.0,
-            "loss_kwargs": {"per_example": False, "update_statistics": True, "interleave": True},
-        },
-        "fixmatch": {"lr_cycle_steps": 390600.0},
-    },
-}
-
-
-def preset(name: str, loss: str, procedure: str | None = None) -> dict[str, Any]:
-    """All settings of a preset for one loss; `upstream` states only where it departs from `paper`."""
-    settings: dict[str, Any] = {}
-    names = ["paper"] if name == "paper" else ["paper", name]
-    for key in ("any", loss, procedure):
-        for layer in names:
-            settings |= PRESETS[layer].get(str(key), {})
-    return copy.deepcopy(settings)
 
 
 def preset_field(text: str) -> Any:

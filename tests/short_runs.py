@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import gc
+import inspect
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,15 @@ from transformers import (
     ViTImageProcessor,
 )
 
-from hf_fixastep import FixAStepConfig, FixAStepTrainer, Images, Views, WideResNetConfig
+from hf_fixastep import (
+    LOSSES,
+    FixAStepConfig,
+    FixAStepTrainer,
+    Images,
+    SemiSupervisedLoss,
+    Views,
+    WideResNetConfig,
+)
 from hf_fixastep import WideResNetForImageClassification as WideResNet
 
 
@@ -40,21 +49,35 @@ SHORT = [
 ]
 
 EAGER = {"threshold": 0.36}  # of untrained networks of three classes, which are sure of nothing
-# The arguments with which each of these goes through all its phases in a few steps.
-RIVALS: dict[str, dict[str, Any]] = {
-    "uasd": {"threshold": 0.34, "warmup_steps": 1},
-    "ds3l": {},
-    "mtcf": {"warmup_steps": 2, "ramp_steps": 2, "visits": 1, "epoch_steps": 2},
-    "openmatch": {"warmup_steps": 2, "decay": 0.9},
-    "toor": {
-        "threshold": 0.2,
-        "ramp_steps": 4,
-        "adversarial_start": 1,
-        "adversarial_steps": 4,
-        "reversal_start": 1,
-        "reversal_steps": 4,
-        "hidden": 8,
-    },
+# With these arguments, where a loss has them, it goes through all its phases in a few steps.
+QUICK = {
+    "threshold": 0.2,
+    "warmup_steps": 2,
+    "ramp_steps": 4,
+    "visits": 1,
+    "epoch_steps": 2,
+    "decay": 0.9,
+    "momentum": 0.9,
+    "adversarial_start": 1,
+    "adversarial_steps": 4,
+    "reversal_start": 1,
+    "reversal_steps": 4,
+    "hidden": 8,
+}
+
+
+def known_arguments(loss: str, values: dict[str, Any]) -> dict[str, Any]:
+    """Those of the values that are arguments of the loss."""
+    return {
+        name: value for name, value in values.items() if name in inspect.signature(LOSSES[loss]).parameters
+    }
+
+
+# Losses with layers or a memory of their own, and their quick arguments.
+STATEFUL: dict[str, dict[str, Any]] = {
+    name: known_arguments(name, QUICK)
+    for name, kind in LOSSES.items()
+    if kind.views and kind.prepare is not SemiSupervisedLoss.prepare
 }
 
 

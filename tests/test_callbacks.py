@@ -12,7 +12,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from hf_fixastep import FixAStepTrainer
 from hf_fixastep.callbacks import GateMonitorCallback, UnlabeledWeightCallback, write_log
-from hf_fixastep.losses import Losses
+from hf_fixastep.losses.base import Losses
 from tests.short_runs import (
     assert_equal,
     assert_near,

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from hf_fixastep import LOSSES, FixAStepConfig, FixAStepTrainer, get_loss
-from hf_fixastep.config import PRESETS, preset
+from hf_fixastep.losses.presets import PRESETS
+from hf_fixastep.methods import RIVALS, preset
 from hf_fixastep.runs.arguments import parse
 
 
 ADAM_LOSSES = ("vat", "mixmatch")
-RIVALS = ("uasd", "ds3l", "mtcf", "openmatch", "toor")
 
 
 @pytest.fixture

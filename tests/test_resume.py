@@ -11,7 +11,7 @@ from transformers import TrainerCallback, TrainerState
 
 from hf_fixastep import FixAStepTrainer
 from tests.short_runs import (
-    RIVALS,
+    STATEFUL,
     assert_equal,
     largest_difference,
     make_trainer,
@@ -117,9 +117,11 @@ def test_every_loss_resumes_to_the_bit(loss: str, settings: dict[str, Any], tmp_
     interrupted_equals_whole(tmp_path, 3, loss=loss, max_steps=6, **settings)
 
 
-@pytest.mark.parametrize("loss", RIVALS)
-def test_every_rival_resumes_to_the_bit_with_its_layers_and_its_memory(loss: str, tmp_path: Path) -> None:
-    settings = {"loss_kwargs": RIVALS[loss], "unlabeled_ratio": 4.0, "unlabeled_warmup_steps": 0.0}
+@pytest.mark.parametrize("loss", STATEFUL)
+def test_every_loss_with_state_resumes_to_the_bit_with_its_layers_and_its_memory(
+    loss: str, tmp_path: Path
+) -> None:
+    settings = {"loss_kwargs": STATEFUL[loss], "unlabeled_ratio": 4.0, "unlabeled_warmup_steps": 0.0}
     interrupted_equals_whole(tmp_path, 3, loss=loss, max_steps=6, **settings)
 
 

@@ -36,14 +36,15 @@ from hf_fixastep import (
     WideResNetConfig,
     WideResNetForImageClassification,
 )
-from hf_fixastep.losses import LOSSES, Losses
+from hf_fixastep.losses import LOSSES
+from hf_fixastep.losses.base import Losses
 from hf_fixastep.step.batch import SemiBatch
 from hf_fixastep.step.gate import GATES
 from tests import naive
 from tests.naive import Naive, NaiveSeparate
 from tests.short_runs import (
     EAGER,
-    RIVALS,
+    STATEFUL,
     assert_equal,
     assert_near,
     largest_difference,
@@ -454,13 +455,13 @@ def test_a_batch_knows_the_step_and_the_weight(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("build", [tiny_vit, tiny_convnext, tiny_resnet])
-@pytest.mark.parametrize("loss", RIVALS)
-def test_every_rival_trains_any_image_classifier_also_with_fix_a_step(
+@pytest.mark.parametrize("loss", STATEFUL)
+def test_every_loss_with_state_trains_any_image_classifier_also_with_fix_a_step(
     loss: str, build: Callable[[], nn.Module], tmp_path: Path
 ) -> None:
     settings = {
         "loss": loss,
-        "loss_kwargs": RIVALS[loss],
+        "loss_kwargs": STATEFUL[loss],
         "unlabeled_ratio": 4.0,
         "unlabeled_warmup_steps": 0.0,
     }
@@ -773,7 +774,7 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> Waits:
 @pytest.mark.parametrize("loss", LOSSES)
 def test_no_step_waits_for_the_device(loss: str, batchnorm: str, waits: Waits, tmp_path: Path) -> None:
     settings = {"loss": loss, "batchnorm": batchnorm, "unlabeled_ratio": 2.0, "max_steps": len(GATES)}
-    settings["loss_kwargs"] = RIVALS.get(loss, {})
+    settings["loss_kwargs"] = STATEFUL.get(loss, {})
     trainer = make_trainer(tmp_path, logging_steps=len(GATES), max_grad_norm=1.0, **settings)
     trainer.add_callback(Watch(waits))
     trainer.train()

@@ -11,8 +11,8 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from hf_fixastep.data.registry import DATASETS
 from hf_fixastep.evaluation.intervals import recalls_of, wilson
 from hf_fixastep.hub.texts import escape, plain, shared, template_path
+from hf_fixastep.methods import CITATIONS, METHODS
 from hf_fixastep.models import WideResNetConfig
-from hf_fixastep.names import METHODS
 from hf_fixastep.runs.folder import FIGURES, RunFolder
 
 
@@ -25,97 +25,6 @@ FIX_A_STEP = """@inproceedings{huang2023fixastep,
   booktitle = {Proceedings of the 26th International Conference on Artificial Intelligence and Statistics (AISTATS)},
   year = {2023}
 }"""
-CITATIONS = {
-    "uasd": """@inproceedings{chen2020mismatch,
-  title = {Semi-Supervised Learning under Class Distribution Mismatch},
-  author = {Chen, Yanbei and Zhu, Xiatian and Li, Wei and Gong, Shaogang},
-  booktitle = {AAAI Conference on Artificial Intelligence},
-  year = {2020}
-}""",
-    "ds3l": """@inproceedings{guo2020safe,
-  title = {Safe Deep Semi-Supervised Learning for Unseen-Class Unlabeled Data},
-  author = {Guo, Lan-Zhe and Zhang, Zhen-Yu and Jiang, Yuan and Li, Yu-Feng and Zhou, Zhi-Hua},
-  booktitle = {International Conference on Machine Learning},
-  year = {2020}
-}""",
-    "mtcf": """@inproceedings{yu2020multitask,
-  title = {Multi-Task Curriculum Framework for Open-Set Semi-Supervised Learning},
-  author = {Yu, Qing and Ikami, Daiki and Irie, Go and Aizawa, Kiyoharu},
-  booktitle = {European Conference on Computer Vision},
-  year = {2020}
-}""",
-    "openmatch": """@inproceedings{saito2021openmatch,
-  title = {OpenMatch: Open-Set Semi-supervised Learning with Open-set Consistency Regularization},
-  author = {Saito, Kuniaki and Kim, Donghyun and Saenko, Kate},
-  booktitle = {Advances in Neural Information Processing Systems},
-  year = {2021},
-  note = {arXiv:2105.14148}
-}""",
-    "toor": """@article{huang2022recycling,
-  title = {They Are Not Completely Useless: Towards Recycling Transferable Unlabeled Data for Class-Mismatched
-           Semi-Supervised Learning},
-  author = {Huang, Zhuo and Yang, Jian and Gong, Chen},
-  journal = {IEEE Transactions on Multimedia},
-  year = {2022},
-  note = {arXiv:2011.13529}
-}""",
-    "curriculum_labeling": """@inproceedings{cascante2021curriculum,
-  title = {Curriculum Labeling: Revisiting Pseudo-Labeling for Semi-Supervised Learning},
-  author = {Cascante-Bonilla, Paola and Tan, Fuwen and Qi, Yanjun and Ordonez, Vicente},
-  booktitle = {AAAI Conference on Artificial Intelligence},
-  year = {2021}
-}""",
-    "safe_student": """@inproceedings{he2022safestudent,
-  title = {Safe-Student for Safe Deep Semi-Supervised Learning with Unseen-Class Unlabeled Data},
-  author = {He, Rundong and Han, Zhongyi and Lu, Xiankai and Yin, Yilong},
-  booktitle = {IEEE/CVF Conference on Computer Vision and Pattern Recognition},
-  year = {2022}
-}""",
-    "pi_model": """@inproceedings{laine2017temporal,
-  title = {Temporal Ensembling for Semi-Supervised Learning},
-  author = {Laine, Samuli and Aila, Timo},
-  booktitle = {International Conference on Learning Representations},
-  year = {2017},
-  note = {arXiv:1610.02242}
-}""",
-    "mean_teacher": """@inproceedings{tarvainen2017mean,
-  title = {Mean Teachers Are Better Role Models: Weight-Averaged Consistency Targets Improve Semi-Supervised Deep
-           Learning Results},
-  author = {Tarvainen, Antti and Valpola, Harri},
-  booktitle = {Advances in Neural Information Processing Systems},
-  year = {2017},
-  note = {arXiv:1703.01780}
-}""",
-    "pseudo_label": """@inproceedings{lee2013pseudo,
-  title = {Pseudo-Label: The Simple and Efficient Semi-Supervised Learning Method for Deep Neural Networks},
-  author = {Lee, Dong-Hyun},
-  booktitle = {ICML Workshop on Challenges in Representation Learning},
-  year = {2013}
-}""",
-    "vat": """@article{miyato2018virtual,
-  title = {Virtual Adversarial Training: A Regularization Method for Supervised and Semi-Supervised Learning},
-  author = {Miyato, Takeru and Maeda, Shin-ichi and Koyama, Masanori and Ishii, Shin},
-  journal = {IEEE Transactions on Pattern Analysis and Machine Intelligence},
-  year = {2018},
-  note = {arXiv:1704.03976}
-}""",
-    "mixmatch": """@inproceedings{berthelot2019mixmatch,
-  title = {MixMatch: A Holistic Approach to Semi-Supervised Learning},
-  author = {Berthelot, David and Carlini, Nicholas and Goodfellow, Ian and Papernot, Nicolas and Oliver, Avital and
-            Raffel, Colin},
-  booktitle = {Advances in Neural Information Processing Systems},
-  year = {2019},
-  note = {arXiv:1905.02249}
-}""",
-    "fixmatch": """@inproceedings{sohn2020fixmatch,
-  title = {FixMatch: Simplifying Semi-Supervised Learning with Consistency and Confidence},
-  author = {Sohn, Kihyuk and Berthelot, David and Li, Chun-Liang and Zhang, Zizhao and Carlini, Nicholas and
-            Cubuk, Ekin D. and Kurakin, Alex and Zhang, Han and Raffel, Colin},
-  booktitle = {Advances in Neural Information Processing Systems},
-  year = {2020},
-  note = {arXiv:2001.07685}
-}""",
-}
 
 
 def model_card(

@@ -6,53 +6,41 @@ import inspect
 from typing import Any
 
 from hf_fixastep.checks import check_choice
-from hf_fixastep.losses.base import Losses, SemiSupervisedLoss
+from hf_fixastep.losses.base import SemiSupervisedLoss
 from hf_fixastep.losses.ds3l import DS3L
 from hf_fixastep.losses.fixmatch import FixMatch
+from hf_fixastep.losses.flexmatch import FlexMatch
 from hf_fixastep.losses.mean_teacher import MeanTeacher
 from hf_fixastep.losses.mixmatch import MixMatch
 from hf_fixastep.losses.mtcf import MTCF
 from hf_fixastep.losses.openmatch import OpenMatch
 from hf_fixastep.losses.pi_model import PiModel
 from hf_fixastep.losses.pseudo_label import PseudoLabel
+from hf_fixastep.losses.softmatch import SoftMatch
 from hf_fixastep.losses.supervised import Supervised
 from hf_fixastep.losses.toor import TOOR
 from hf_fixastep.losses.uasd import UASD
 from hf_fixastep.losses.vat import VAT
 
 
-__all__ = [
-    "DS3L",
-    "LOSSES",
-    "MTCF",
-    "TOOR",
-    "UASD",
-    "VAT",
-    "FixMatch",
-    "Losses",
-    "MeanTeacher",
-    "MixMatch",
-    "OpenMatch",
-    "PiModel",
-    "PseudoLabel",
-    "SemiSupervisedLoss",
-    "Supervised",
-    "get_loss",
-]
-
 LOSSES: dict[str, type[SemiSupervisedLoss]] = {
-    "supervised": Supervised,
-    "pi_model": PiModel,
-    "mean_teacher": MeanTeacher,
-    "pseudo_label": PseudoLabel,
-    "vat": VAT,
-    "mixmatch": MixMatch,
-    "fixmatch": FixMatch,
-    "uasd": UASD,
-    "ds3l": DS3L,
-    "mtcf": MTCF,
-    "openmatch": OpenMatch,
-    "toor": TOOR,
+    kind.name: kind
+    for kind in (
+        Supervised,
+        PiModel,
+        MeanTeacher,
+        PseudoLabel,
+        VAT,
+        MixMatch,
+        FixMatch,
+        FlexMatch,
+        SoftMatch,
+        UASD,
+        DS3L,
+        MTCF,
+        OpenMatch,
+        TOOR,
+    )
 }
 
 

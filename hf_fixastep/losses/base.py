@@ -23,7 +23,18 @@ class Losses:
     stats: dict[str, Tensor] = field(default_factory=dict)
 
 
-class SemiSupervisedLoss(nn.Module):
+class Method:
+    """What a loss or a procedure states about itself; tables, cards and presets are made from it."""
+
+    name: str  # its key in `LOSSES` or `PROCEDURES`
+    title: str  # in tables and cards
+    paper: str | None = None  # who, when, where
+    citation: str | None = None  # the same as BibTeX
+    settings: dict[str, dict[str, Any]] = {}  # by preset, where they depart from `presets.SHARED`
+    rival = False  # made for foreign classes in the unlabeled images, so that Fix-A-Step is compared with it
+
+
+class SemiSupervisedLoss(Method, nn.Module):
     """Base of all losses. Subclasses state the views they need and implement `forward`.
 
     A loss never calls backward, never logs, never reads the config and never knows about the gate.
@@ -41,28 +52,24 @@ class SemiSupervisedLoss(nn.Module):
     weighted_mean = False
     learning_rate_factor = 1.0  # of the loss's own parameters, to the model's learning rate
     # On several processes the trainer averages floating buffers after every step; False where they are equal
-    # without.
+    # without that.
     average_buffers = True
     # Which of the two losses the official base code divides by labeled + unlabeled rows instead of its own.
     upstream_divides_by_all: tuple[str, ...] = ()
 
     def prepare(self, model: nn.Module, num_labels: int, unlabeled_rows: int, validation_rows: int) -> None:
-        """Make own layers and per-example state, anew for every training; the model is on the CPU or its
-        device.
+        """Make own layers and per-example state, anew for every training.
 
         Args:
+            model: on the CPU or its device.
             validation_rows: images that `validated` is going to see; 0 if there are none.
         """
 
     def validated(self, logits: Tensor) -> None:
-        """Called after every evaluation while training, with the averaged model's logits of the validation
-        images.
-        """
+        """Called after every evaluation in training, with the averaged model's validation logits."""
 
     def outlier_score(self, model: nn.Module, images: Tensor) -> Tensor | None:
-        """How foreign each image is, 0 to 1, by the loss's own measure if it has one; the model is in eval
-        mode.
-        """
+        """How foreign each image is, 0 to 1, by the loss's own measure, if any; the model is in eval mode."""
         return None
 
     def labeled_loss(self, logits: Any, y: Tensor) -> Any:
@@ -102,16 +109,14 @@ class SemiSupervisedLoss(nn.Module):
         return logits
 
     def logits_again(self, model: nn.Module, batch: SemiBatch, view: str) -> Tensor:
-        """Logits of one view from a second forward: joint, beside the labeled images, as its twin was in the
-        first.
-        """
+        """Logits of one view from a second forward: joint, beside the labeled images, as in the first."""
         if self.batchnorm == "separate":
             return self.view_logits(model, batch, view)
         with frozen_batchnorm(model):
             return self.logits(model, batch, view)[1]
 
     def outputs(self, model: nn.Module, batch: SemiBatch, *views: str) -> tuple[tuple[Any, ...], list[Any]]:
-        """`logits`, and the features behind them: what the classification head sees."""
+        """`logits`, and the features that they come from: what the classification head sees."""
         with head_inputs(model, batch.y.shape[1]) as seen:
             logits = self.logits(model, batch, *views)
         if self.batchnorm == "joint":

@@ -8,19 +8,18 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.parallel import DistributedDataParallel
 
 from hf_fixastep.losses.base import Losses, SemiSupervisedLoss, check_positive
+from hf_fixastep.losses.presets import OLIVER
 from hf_fixastep.step.batch import SemiBatch
 from hf_fixastep.step.forwards import frozen_batchnorm
 
 
 class DS3L(SemiSupervisedLoss):
-    """Pi-model, each image with a weight from a small net, which learns what helps the labeled images a step
-    ahead.
+    """Pi-model, each image with a weight from a small net that learns what helps the labeled images.
 
-    Guo et al., 2020 (Safe deep semi-supervised learning for unseen-class unlabeled data, ICML). The net's
-    gradient is that of the labeled loss behind a virtual SGD step of the model, all from the forwards that
-    the step makes anyway but one; it comes with the labeled loss, to whose value it adds 0. The official code
-    updates the net before it weighs the same batch, here it is after; and all its forwards update the running
-    statistics. Takes an optimizer that forgets the gradient's scale, such as Adam, for the net.
+    The net's gradient is that of the labeled loss after a virtual SGD step of the model, all from the
+    forwards that the step makes anyway but one; it comes with the labeled loss, to whose value it adds 0. The
+    official code updates the net before it weighs the same batch, here it is after; and all its forwards
+    update the running statistics. The net needs an optimizer that forgets the gradient's scale, such as Adam.
 
     Args:
         virtual_rate: learning rate of the virtual step.
@@ -28,6 +27,18 @@ class DS3L(SemiSupervisedLoss):
         hidden: units in the net's hidden layer.
     """
 
+    name = "ds3l"
+    title = "DS3L"
+    paper = "Guo et al., 2020, ICML"
+    citation = """
+    @inproceedings{guo2020safe,
+      title = {Safe Deep Semi-Supervised Learning for Unseen-Class Unlabeled Data},
+      author = {Guo, Lan-Zhe and Zhang, Zhen-Yu and Jiang, Yuan and Li, Yu-Feng and Zhou, Zhi-Hua},
+      booktitle = {International Conference on Machine Learning},
+      year = {2020}
+    }"""
+    settings = {"paper": {**OLIVER, "unlabeled_weight": 10.0}}
+    rival = True
     views = ("weak", "weak_2")
     upstream_divides_by_all = ("labeled",)
 
@@ -66,7 +77,7 @@ class DS3L(SemiSupervisedLoss):
         )
 
     def ahead(self, model: nn.Module, batch: SemiBatch, inner: Tensor) -> Tensor:
-        """Cross-entropy of the labeled images behind a step of SGD on `inner`, as a function of the net."""
+        """Cross-entropy of the labeled images after a step of SGD on `inner`, as a function of the net."""
         core = model.module if isinstance(model, DistributedDataParallel) else model
         now = {name: p for name, p in core.named_parameters() if p.requires_grad}
         gradients = torch.autograd.grad(inner, list(now.values()), create_graph=True, materialize_grads=True)

@@ -10,13 +10,29 @@ from hf_fixastep.step.batch import SemiBatch
 class FixMatch(SemiSupervisedLoss):
     """Cross-entropy of the strong view against confident pseudo-labels of the weak view.
 
-    Sohn et al., 2020, arXiv 2001.07685, equation 4; the mean is over all rows, confident or not.
+    Equation 4 of the paper; the mean is over all rows, confident or not.
 
     Args:
         threshold: confidence that a pseudo-label needs to count.
         temperature: divides the weak view's logits before the confidence is read.
     """
 
+    name = "fixmatch"
+    title = "FixMatch"
+    paper = "Sohn et al., 2020, arXiv 2001.07685"
+    citation = """
+    @inproceedings{sohn2020fixmatch,
+      title = {FixMatch: Simplifying Semi-Supervised Learning with Consistency and Confidence},
+      author = {Sohn, Kihyuk and Berthelot, David and Li, Chun-Liang and Zhang, Zizhao and Carlini, Nicholas
+                and Cubuk, Ekin D. and Kurakin, Alex and Zhang, Han and Raffel, Colin},
+      booktitle = {Advances in Neural Information Processing Systems},
+      year = {2020},
+      note = {arXiv:2001.07685}
+    }"""
+    settings = {
+        "paper": {"unlabeled_ratio": 7.0, "unlabeled_warmup_steps": 0.0},
+        "upstream": {"lr_cycle_steps": 390600.0},
+    }
     views = ("weak", "strong")
     separable = True
 

@@ -15,8 +15,8 @@ def class_weights(counts: Tensor, keep_scale: bool = False) -> Tensor:
     """
     if len(absent := (counts == 0).nonzero()):
         raise ValueError(
-            f"Class {int(absent[0])} has no labeled image, so it has no weight: label one, or set class_weights "
-            "to none."
+            f"Class {int(absent[0])} has no labeled image, so it has no weight: label one, or set "
+            "class_weights to none."
         )
     inverse = counts.double().reciprocal()
     weights = (inverse / inverse.sum()).float()
@@ -31,19 +31,16 @@ def rows_of_all(index: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
     values = values.detach().float().nan_to_num(0.0, 0.0, 0.0)
     if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
         return index, values
-    # Bits, for one collective.
+    # Index and values travel as bits, in one collective.
     packed = torch.cat([index[:, None].view(torch.int32), values.view(torch.int32)], 1)
     gathered = packed.new_empty(dist.get_world_size() * len(packed), packed.shape[1])
     dist.all_gather_into_tensor(gathered, packed)
-    return gathered[:, :2].contiguous().view(torch.int64).squeeze(1), gathered[:, 2:].contiguous().view(
-        torch.float32
-    )
+    index, values = (part.contiguous() for part in gathered.tensor_split([2], 1))
+    return index.view(torch.int64).squeeze(1), values.view(torch.float32)
 
 
 def mean_of_repeats(index: Tensor, values: Tensor, rows: int) -> Tensor:
-    """Each value [N, C] replaced by the mean of those with its index, so that it does not matter which is
-    written.
-    """
+    """Each value [N, C] replaced by the mean of those with its index: it is the same which one is written."""
     counted = torch.cat([values, torch.ones_like(values[:, :1])], 1)
     totals = counted.new_zeros(rows, counted.shape[1]).index_put_((index,), counted, accumulate=True)[index]
     return totals[:, :-1] / totals[:, -1:]

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hf_fixastep.losses.base import Losses, SemiSupervisedLoss, check_positive
+from hf_fixastep.losses.presets import ADAM
 from hf_fixastep.step.batch import SemiBatch
 from hf_fixastep.step.forwards import frozen_batchnorm
 from hf_fixastep.step.mixing import average_guess, mix_with_each_other
@@ -16,21 +17,39 @@ from hf_fixastep.step.mixing import average_guess, mix_with_each_other
 class MixMatch(SemiSupervisedLoss):
     """Labeled and unlabeled images mixed with each other, and trained on their mixed labels and guesses.
 
-    Berthelot et al., 2019, arXiv 1905.02249, algorithm 1, equations 3 and 4. The official Fix-A-Step code
-    differs in the last three settings; the defaults are the paper's mixing and the batch norm of our other
-    losses.
+    Algorithm 1 of the paper, equations 3 and 4. The official Fix-A-Step code differs in the last three
+    settings; the defaults are the paper's mixing and the batch norm of our other losses.
 
     Args:
         temperature: exponent 1 / temperature sharpens the guesses.
         alpha: shape of the Beta distribution of the mixing shares.
-        per_example: one mixing share per image, as in the paper; False for one per batch, as in the official
-            code.
-        update_statistics: guess forwards update the running statistics, as in the official code; joint mode
-            only.
+        per_example: one mixing share per image, as in the paper; False for the official code's one per batch.
+        update_statistics: guess forwards update the running statistics, as in the official code, if batch
+            norm is joint.
         interleave: one forward per chunk of the labeled batch's size, after swapping rows between the chunks,
             as in the official code; joint mode only.
     """
 
+    name = "mixmatch"
+    title = "MixMatch"
+    paper = "Berthelot et al., 2019, arXiv 1905.02249"
+    citation = """
+    @inproceedings{berthelot2019mixmatch,
+      title = {MixMatch: A Holistic Approach to Semi-Supervised Learning},
+      author = {Berthelot, David and Carlini, Nicholas and Goodfellow, Ian and Papernot, Nicolas and Oliver,
+                Avital and Raffel, Colin},
+      booktitle = {Advances in Neural Information Processing Systems},
+      year = {2019},
+      note = {arXiv:1905.02249}
+    }"""
+    settings = {
+        "paper": {**ADAM, "unlabeled_weight": 75.0, "unlabeled_warmup_steps": 1.0, "lr_cycle_steps": 0.0},
+        "upstream": {
+            "unlabeled_ramp": "staircase",
+            "unlabeled_warmup_steps": 1048576.0,
+            "loss_kwargs": {"per_example": False, "update_statistics": True, "interleave": True},
+        },
+    }
     views = ("weak", "weak_2")
     mixable = False  # it mixes by itself
 
@@ -73,7 +92,7 @@ class MixMatch(SemiSupervisedLoss):
 
 
 def interleaved_logits(model: nn.Module, images: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Logits of the first `count` images and of the rest, from one forward per interleaved chunk of `count`."""
+    """Logits of the first `count` images and of the rest, from a forward per interleaved chunk of `count`."""
     if len(images) % count:
         raise ValueError(f"Interleaving {len(images)} rows needs a multiple of the labeled batch's {count}.")
     chunks = [model(pixel_values=chunk).logits for chunk in interleave(list(images.split(count)))]
@@ -82,8 +101,9 @@ def interleaved_logits(model: nn.Module, images: Tensor, count: int) -> tuple[Te
 
 
 def interleave(chunks: list[Tensor]) -> list[Tensor]:
-    """Cut each of n chunks into n parts and swap part k of the first with part k of chunk k; twice is the
-    identity.
+    """Cut each of n chunks into n parts, and swap part k of the first with part k of chunk k.
+
+    Twice is the identity.
     """
     # The last parts get the remainder.
     sizes = [(len(chunks[0]) + part) // len(chunks) for part in range(len(chunks))]

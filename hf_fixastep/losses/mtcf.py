@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from hf_fixastep.losses.base import Losses, SemiSupervisedLoss, check_not_negative, check_positive
 from hf_fixastep.losses.functional import mean_of_repeats, rows_of_all
+from hf_fixastep.losses.presets import ADAM
 from hf_fixastep.step.batch import SemiBatch
 from hf_fixastep.step.forwards import classification_head, frozen_batchnorm, head_inputs
 from hf_fixastep.step.mixing import average_guess, mix_with_each_other
@@ -15,28 +16,45 @@ from hf_fixastep.step.schedules import unlabeled_ramp
 
 
 class MTCF(SemiSupervisedLoss):
-    """MixMatch on the unlabeled images that a second head, trained to tell labeled from unlabeled, scores
-    high.
+    """MixMatch on the unlabeled images that look labeled to a second head, which tells the two apart.
 
-    Yu et al., 2020, arXiv 2007.11330, the multi-task curriculum framework. An unlabeled image's score is at
-    first 0, later the mean of what the domain head said at its last visits. Scores are the head's targets
-    (labeled images: 1), and Otsu's threshold on them chooses the images. The domain term, with targets for
-    all images, belongs to the labeled loss, so that the gate judges MixMatch's unlabeled term alone. Its rows
-    are those of the step's two batches instead of a third one; the chosen rows are repeated to fill the
-    unlabeled batch. The official code records an image that was not visited in an epoch as 0; here its score
-    stays.
+    The multi-task curriculum framework. An unlabeled image's score is at first 0, later the mean of what the
+    domain head said at its last visits. Scores are the head's targets (labeled images: 1), and Otsu's
+    threshold on them chooses the images. The domain term, with targets for all images, belongs to the labeled
+    loss, so that the gate judges MixMatch's unlabeled term alone. Its rows are those of the step's two
+    batches instead of a third one; the chosen rows are repeated to fill the unlabeled batch. The official
+    code records an image that was not visited in an epoch as 0; here its score stays.
 
     Args:
         temperature: exponent 1 / temperature sharpens the guesses.
         alpha: shape of the Beta distribution of the mixing shares.
-        warmup_steps: steps that train the domain head alone; the default is 100 passes over 18,800 images by
-            64.
-        ramp_steps: in which MixMatch's unlabeled term grows after them; a ramp of the run would be over by
-            then.
+        warmup_steps: steps that train the domain head alone; by default 100 passes over 18,800 images by 64.
+        ramp_steps: in which MixMatch's unlabeled term grows afterwards, when a ramp of the run would be over.
         visits: domain predictions that make a score; with fewer it is 0.
         epoch_steps: steps between two choices of the threshold.
     """
 
+    name = "mtcf"
+    title = "MTCF"
+    paper = "Yu et al., 2020, arXiv 2007.11330"
+    citation = """
+    @inproceedings{yu2020multitask,
+      title = {Multi-Task Curriculum Framework for Open-Set Semi-Supervised Learning},
+      author = {Yu, Qing and Ikami, Daiki and Irie, Go and Aizawa, Kiyoharu},
+      booktitle = {European Conference on Computer Vision},
+      year = {2020}
+    }"""
+    settings = {
+        "paper": {
+            **ADAM,
+            "optim": "adamw_torch",
+            "weight_decay": 2e-2,
+            "unlabeled_weight": 75.0,
+            "unlabeled_warmup_steps": 0.0,
+            "lr_cycle_steps": 0.0,
+        }
+    }
+    rival = True
     views = ("weak", "weak_2")
     mixable = False  # it mixes by itself
     average_buffers = False
@@ -136,8 +154,7 @@ class MTCF(SemiSupervisedLoss):
 
 
 def otsu(scores: Tensor) -> Tensor:
-    """The score from which on the upper of two groups starts, if they are cut where their means are furthest
-    apart.
+    """The score where the upper of two groups starts, if they are cut where their means are furthest apart.
 
     Otsu, 1979: the largest variance between the groups, here over all cuts and not those of a histogram. If
     all scores are equal, all are in the upper group.

@@ -13,12 +13,11 @@ from hf_fixastep.step.forwards import classification_head, head_inputs
 class OpenMatch(SemiSupervisedLoss):
     """FixMatch on the images that one-vs-all classifiers, one per class, take for inliers.
 
-    Saito et al., 2021, arXiv 2105.14148. The terms of labeled images (cross-entropy, one-vs-all) are the
-    labeled loss, those of unlabeled images the unlabeled one. Labeled images have one view here, not two, and
-    may
-    be mixed: a term of a label counts by its share. The official code chooses inliers of the whole set once
-    per epoch, with the averaged network; here it is the same network that looks at each batch. Its labeled
-    images get strong views in the first epochs by accident, and are not copied.
+    The terms of labeled images (cross-entropy, one-vs-all) are the labeled loss, those of unlabeled images
+    the unlabeled one. Labeled images have one view here, not two, and may be mixed: a term of a label counts
+    by its share. The official code chooses inliers of the whole set once per epoch, with the averaged
+    network; here the same network looks at each batch. That code gives labeled images strong views in the
+    first epochs by accident, which is not copied.
 
     Args:
         entropy_weight: of the one-vs-all classifiers' entropy on unlabeled images.
@@ -28,6 +27,19 @@ class OpenMatch(SemiSupervisedLoss):
         decay: share of the old in the new averaged one-vs-all layer; the same as the run's teacher_decay.
     """
 
+    name = "openmatch"
+    title = "OpenMatch"
+    paper = "Saito et al., 2021, arXiv 2105.14148"
+    citation = """
+    @inproceedings{saito2021openmatch,
+      title = {OpenMatch: Open-Set Semi-supervised Learning with Open-set Consistency Regularization},
+      author = {Saito, Kuniaki and Kim, Donghyun and Saenko, Kate},
+      booktitle = {Advances in Neural Information Processing Systems},
+      year = {2021},
+      note = {arXiv:2105.14148}
+    }"""
+    settings = {"paper": {"unlabeled_ratio": 2.0, "unlabeled_warmup_steps": 0.0}}
+    rival = True
     views = ("weak", "weak_2", "strong")
     separable = True
     average_buffers = False
@@ -91,9 +103,7 @@ class OpenMatch(SemiSupervisedLoss):
         return self.labeled_terms(logits, features, batch.y)
 
     def labeled_terms(self, logits: Tensor | None, features: Tensor | None, y: Tensor) -> Tensor:
-        """Cross-entropy, and of each label its own classifier's loss plus that of the most mistaken other
-        one.
-        """
+        """Cross-entropy, and each label's own one-vs-all loss plus that of the most mistaken other one."""
         if logits is None or features is None:
             return None  # type: ignore[return-value]
         outlier, inlier = (-log_answers(self.one_vs_all(features))).unbind(1)  # [B, K] each

@@ -10,16 +10,27 @@ from hf_fixastep.step.batch import SemiBatch
 class PseudoLabel(SemiSupervisedLoss):
     """Cross-entropy of the weak view against its own confident predictions.
 
-    Lee, 2013 (ICML workshop on challenges in representation learning); the threshold is that of Oliver et
-    al., 2018, arXiv 1804.09170. The mean is over all rows, confident or not. The official Fix-A-Step code
-    multiplies the pseudo-label by the number of classes; its soft target for the other rows has no gradient
-    and is left out.
+    The threshold is that of Oliver et al., 2018, arXiv 1804.09170. The mean is over all rows, confident or
+    not. The official Fix-A-Step code multiplies the pseudo-label by the number of classes; its soft target
+    for the other rows has no gradient and is left out.
 
     Args:
         threshold: confidence that a prediction must exceed to count.
         multiplier: factor on the loss; None for the number of classes, as in the official code.
     """
 
+    name = "pseudo_label"
+    title = "Pseudo-label"
+    paper = "Lee, 2013, ICML workshop on challenges in representation learning"
+    citation = """
+    @inproceedings{lee2013pseudo,
+      title = {Pseudo-Label: The Simple and Efficient Semi-Supervised Learning Method for Deep Neural
+               Networks},
+      author = {Lee, Dong-Hyun},
+      booktitle = {ICML Workshop on Challenges in Representation Learning},
+      year = {2013}
+    }"""
+    settings = {"upstream": {"loss_kwargs": {"multiplier": None}}}
     views = ("weak",)
     separable = True
     upstream_divides_by_all = ("labeled", "unlabeled")

@@ -12,15 +12,19 @@ from hf_fixastep.step.mixing import mix_with_each_other
 
 
 class Supervised(SemiSupervisedLoss):
-    """Cross-entropy of the labeled images alone: the baseline that every other loss has to beat.
+    """Cross-entropy of the labeled images and nothing else: labeled-only, the baseline to beat.
 
     Args:
-        mixup: shape of the Beta distribution by which the images of a batch are mixed with each other; 0 is
-            off.
-        class_weights: one per class; only their ratios count, for the loss is divided by the weights in the
-            batch.
+        mixup: shape of the Beta distribution by which a batch's images are mixed with each other; 0 is off.
+        class_weights: one per class; only ratios count, for the loss is divided by the batch's weights.
     """
 
+    name = "supervised"
+    title = "labeled-only"
+    settings = {
+        "paper": {"learning_rate": 3e-3, "weight_decay": 2e-3},
+        "upstream": {"lr_cycle_steps": 390600.0},
+    }
     mixable = False
 
     def __init__(self, mixup: float = 0.0, class_weights: Sequence[float] | None = None) -> None:

@@ -16,6 +16,7 @@ from hf_fixastep.losses.base import (
     check_probability,
 )
 from hf_fixastep.losses.functional import mean_of_repeats, rows_of_all
+from hf_fixastep.losses.presets import OLIVER
 from hf_fixastep.step.batch import SemiBatch
 from hf_fixastep.step.forwards import classification_head, frozen_batchnorm, head_inputs
 from hf_fixastep.step.schedules import unlabeled_ramp
@@ -25,27 +26,39 @@ TINY = 1e-12
 
 
 class TOOR(SemiSupervisedLoss):
-    """Pi-model on confident images; the others are drawn to the labeled ones by a discriminator, if they are
-    near.
+    """Pi-model on confident images; a discriminator draws those of the others that are near to the labeled.
 
-    Huang et al., 2020, arXiv 2011.13529, transferable OOD recycling. Both terms have weights of their own, so
-    the unlabeled weight of a run stays 1. The adversarial term belongs to the unlabeled loss, with its
-    labeled images. In the official code it has no gradient, the discriminator's output is shifted before the
-    loss, and the classifier ends in two softmaxes; here it has a gradient, no shift, and one softmax.
+    Transferable OOD recycling. Both terms have weights of their own, so the unlabeled weight of a run stays
+    1. The adversarial term belongs to the unlabeled loss, with its labeled images. In the official code it
+    has no gradient, the discriminator's output is shifted before the loss, and the classifier ends in two
+    softmaxes; here it has a gradient, no shift, and one softmax.
 
     Args:
         weight: final weight of the Pi-model's term.
         ramp_steps: of its sigmoid ramp.
         threshold: running confidence above which an image counts as of a known class.
         recycling: transfer weight below which another image is left out.
-        adversarial_start: steps before the ramp of the adversarial term's weight, up to 1; below it is near
-            0.
+        adversarial_start: steps before the adversarial term's weight, until then near 0, ramps up to 1.
         adversarial_steps: of this ramp, a sigmoid one.
         reversal_start: steps before the reversed gradient reaches the model.
         reversal_steps: in which it grows, to nearly its full strength in half of them.
         hidden: units in each of the discriminator's two hidden layers.
     """
 
+    name = "toor"
+    title = "TOOR"
+    paper = "Huang et al., 2020, arXiv 2011.13529"
+    citation = """
+    @article{huang2022recycling,
+      title = {They Are Not Completely Useless: Towards Recycling Transferable Unlabeled Data for
+               Class-Mismatched Semi-Supervised Learning},
+      author = {Huang, Zhuo and Yang, Jian and Gong, Chen},
+      journal = {IEEE Transactions on Multimedia},
+      year = {2022},
+      note = {arXiv:2011.13529}
+    }"""
+    settings = {"paper": {**OLIVER, "unlabeled_warmup_steps": 0.0}}
+    rival = True
     views = ("weak", "weak_2")
     average_buffers = False
     averages: Tensor  # [unlabeled rows, K] running predictions
@@ -128,9 +141,7 @@ class TOOR(SemiSupervisedLoss):
 
 
 def transfer_weights(domain: Tensor, score: Tensor) -> Tensor:
-    """How near each row is to the labeled images: two relative scores, each counting by its variance in the
-    batch.
-    """
+    """How near each row is to the labeled images: two relative scores, each weighed by its variance."""
     domain = domain - domain.min()
     domain, score = (values / values.mean().clamp_min(TINY) for values in (domain, score))
     spread, other_spread = (values.var(correction=0) for values in (domain, score))

@@ -6,17 +6,16 @@ from torch import Tensor, nn
 
 from hf_fixastep.losses.base import Losses, SemiSupervisedLoss, check_not_negative, check_probability
 from hf_fixastep.losses.functional import masked_mean, rows_of_all
+from hf_fixastep.losses.presets import OLIVER
 from hf_fixastep.step.batch import SemiBatch
 
 
 class UASD(SemiSupervisedLoss):
-    """Cross-entropy against the mean of all earlier predictions for the same image, where that mean is
-    confident.
+    """Cross-entropy against the mean of all earlier predictions for an image, where that mean is confident.
 
-    Chen et al., 2020 (Semi-supervised learning under class distribution mismatch, AAAI), uncertainty-aware
-    self-distillation. The official code forwards validation images along with the batch, where they move its
-    batch statistics; here the threshold comes from the evaluations. It also distills labeled images; here
-    only unlabeled.
+    Uncertainty-aware self-distillation. The official code forwards validation images along with the batch,
+    where they move its batch statistics; here the threshold comes from the evaluations. It also distills
+    labeled images; here only unlabeled ones.
 
     Args:
         threshold: confidence that a mean prediction needs to count, until the first evaluation.
@@ -24,6 +23,18 @@ class UASD(SemiSupervisedLoss):
         warmup_steps: steps that only collect predictions.
     """
 
+    name = "uasd"
+    title = "UASD"
+    paper = "Chen et al., 2020, AAAI"
+    citation = """
+    @inproceedings{chen2020mismatch,
+      title = {Semi-Supervised Learning under Class Distribution Mismatch},
+      author = {Chen, Yanbei and Zhu, Xiatian and Li, Wei and Gong, Shaogang},
+      booktitle = {AAAI Conference on Artificial Intelligence},
+      year = {2020}
+    }"""
+    settings = {"paper": {**OLIVER, "learning_rate": 1e-3}}
+    rival = True
     views = ("weak",)
     separable = True
     average_buffers = False

@@ -8,7 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from hf_fixastep._compat.mixed_precision import plain_forwards
 from hf_fixastep.losses.base import Losses, SemiSupervisedLoss, check_positive
+from hf_fixastep.losses.presets import ADAM
 from hf_fixastep.step.batch import SemiBatch
 from hf_fixastep.step.forwards import frozen_batchnorm
 
@@ -16,20 +18,35 @@ from hf_fixastep.step.forwards import frozen_batchnorm
 class VAT(SemiSupervisedLoss):
     """Divergence between the predictions for an image and for its neighbour where they change most.
 
-    Miyato et al., 2018, arXiv 1704.03976, with one power iteration. The official Fix-A-Step code, after
-    Oliver et al., 2018, arXiv 1804.09170, swaps the two arguments of the divergence; its `xi` of 1e-6 moves
-    most pixels by less than float32 resolves. In joint mode the labeled images are perturbed as well, for the
-    batch statistics alone.
+    With one power iteration. The official Fix-A-Step code, after Oliver et al., 2018, arXiv 1804.09170, swaps
+    the two arguments of the divergence; its `xi` of 1e-6 moves most pixels by less than float32 resolves. In
+    joint mode the labeled images are perturbed as well, for the batch statistics alone.
 
     Args:
         xi: length of the trial step that measures the direction, in normalized pixels.
         eps: length of the perturbation, in normalized pixels.
-        reverse_kl: KL(perturbed || clean) as in the official code; False for KL(clean || perturbed) as in the
-            paper.
+        reverse_kl: KL(perturbed || clean) as in the official code; False for the paper's
+            KL(clean || perturbed).
         safe_normalization: unit vectors to rounding, and no step for an image without gradient; False for the
             additive constants of the official code, which shorten the step where the gradient is small.
     """
 
+    name = "vat"
+    title = "VAT"
+    paper = "Miyato et al., 2018, arXiv 1704.03976"
+    citation = """
+    @article{miyato2018virtual,
+      title = {Virtual Adversarial Training: A Regularization Method for Supervised and Semi-Supervised
+               Learning},
+      author = {Miyato, Takeru and Maeda, Shin-ichi and Koyama, Masanori and Ishii, Shin},
+      journal = {IEEE Transactions on Pattern Analysis and Machine Intelligence},
+      year = {2018},
+      note = {arXiv:1704.03976}
+    }"""
+    settings = {
+        "paper": {**ADAM, "unlabeled_weight": 0.3, "lr_cycle_steps": 0.0},
+        "upstream": {"loss_kwargs": {"xi": 1e-6, "safe_normalization": False}},
+    }
     views = ("weak",)
     separable = True
     upstream_divides_by_all = ("labeled", "unlabeled")
@@ -73,7 +90,7 @@ class VAT(SemiSupervisedLoss):
 
 
 def divergence(first: Tensor, second: Tensor) -> Tensor:
-    """KL(first || second) of the predictions behind two sets of logits, mean over rows."""
+    """KL(first || second) of the predictions from two sets of logits, mean over rows."""
     return F.kl_div(second.log_softmax(-1), first.log_softmax(-1), reduction="batchmean", log_target=True)
 
 
@@ -94,25 +111,16 @@ def almost_unit(images: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def full_precision(model: nn.Module, device_type: str) -> Iterator[bool]:
-    """Forwards inside run without autocast and TF32; gives whether they would have run with one of them.
-
-    Accelerate (1.15) wraps autocast around `forward` itself, out of reach of a context, and keeps the plain
-    one.
-    """
-    wrapped = {m: m.forward for m in model.modules() if "_original_forward" in vars(m)}
-    for module in wrapped:
-        module.forward = vars(module)["_original_forward"]
+    """Forwards inside run without autocast and TF32; gives whether they would have run with one of them."""
     backends: Any = torch.backends
     kernels = (backends.cudnn.conv, backends.cuda.matmul) if device_type == "cuda" else ()
     kept = [kernel.fp32_precision for kernel in kernels]
-    was_mixed = bool(wrapped) or torch.is_autocast_enabled(device_type) or "tf32" in kept
+    was_mixed = torch.is_autocast_enabled(device_type) or "tf32" in kept
     try:
         for kernel in kernels:
             kernel.fp32_precision = "ieee"
-        with torch.autocast(device_type, enabled=False):
-            yield was_mixed
+        with plain_forwards(model) as was_wrapped, torch.autocast(device_type, enabled=False):
+            yield was_mixed or was_wrapped
     finally:
         for kernel, precision in zip(kernels, kept, strict=True):
             kernel.fp32_precision = precision
-        for module, forward in wrapped.items():
-            module.forward = forward

@@ -6,17 +6,12 @@ import inspect
 from typing import Any
 
 from hf_fixastep.checks import check_choice
+from hf_fixastep.procedures.base import Procedure
 from hf_fixastep.procedures.curriculum_labeling import CurriculumLabeling
-from hf_fixastep.procedures.rounds import Procedure, run_procedure
 from hf_fixastep.procedures.safe_student import SafeStudent
 
 
-__all__ = ["PROCEDURES", "CurriculumLabeling", "Procedure", "SafeStudent", "get_procedure", "run_procedure"]
-
-PROCEDURES: dict[str, type[Procedure]] = {
-    "curriculum_labeling": CurriculumLabeling,
-    "safe_student": SafeStudent,
-}
+PROCEDURES: dict[str, type[Procedure]] = {kind.name: kind for kind in (CurriculumLabeling, SafeStudent)}
 
 
 def get_procedure(name: str, **kwargs: Any) -> Procedure:

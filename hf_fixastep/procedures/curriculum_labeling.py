@@ -3,7 +3,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -11,18 +11,21 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hf_fixastep.losses.base import check_not_negative, check_positive
-from hf_fixastep.procedures.rounds import Procedure, Round, Rounds, with_pseudo_labels
+from hf_fixastep.losses.presets import SGD
+from hf_fixastep.procedures.base import Procedure
+
+
+if TYPE_CHECKING:
+    from hf_fixastep.procedures.rounds import Round, Rounds
 
 
 @dataclass
 class CurriculumLabeling(Procedure):
-    """Train anew, round by round, on the labeled images and a growing share of confidently pseudo-labeled
-    ones.
+    """Train anew, round by round, on the labeled images and a growing share of pseudo-labeled ones.
 
-    Cascante-Bonilla et al., 2021, arXiv 2001.06001. The first round has labeled images alone, the last one
-    all images; the outcome is the round that is best on the validation images. The official code averages
-    weights by SWA, here it is the teacher as everywhere. Its augmentation is RandAugment and Cutout in
-    another variant.
+    The first round is labeled-only, the last one has all images; the outcome is the round that is best on the
+    validation images. The official code, with batches of 512 images, averages weights by SWA; here it is the
+    teacher as everywhere. Its augmentation is RandAugment and Cutout in another variant.
 
     With another loss than `supervised` the pseudo-labeled images join the labeled ones, and stay unlabeled
     ones too.
@@ -32,6 +35,26 @@ class CurriculumLabeling(Procedure):
         mixup: shape of the Beta distribution of MixUp, for the loss `supervised`.
     """
 
+    name = "curriculum_labeling"
+    title = "Curriculum Labeling"
+    paper = "Cascante-Bonilla et al., 2021, arXiv 2001.06001"
+    citation = """
+    @inproceedings{cascante2021curriculum,
+      title = {Curriculum Labeling: Revisiting Pseudo-Labeling for Semi-Supervised Learning},
+      author = {Cascante-Bonilla, Paola and Tan, Fuwen and Qi, Yanjun and Ordonez, Vicente},
+      booktitle = {AAAI Conference on Artificial Intelligence},
+      year = {2021}
+    }"""
+    settings = {
+        "paper": {
+            **SGD,
+            "learning_rate": 0.1,
+            "lr_cycle_steps": 0.0,
+            "lr_scheduler_type": "cosine",
+            "labeled_view": "strong",
+        }
+    }
+    rival = True
     percent: float = 20.0
     mixup: float = 1.0
 
@@ -44,7 +67,7 @@ class CurriculumLabeling(Procedure):
         for number in range(1, math.ceil(100 / self.percent) + 1):
             choose = partial(self.choose, rounds, done[-1], 100 - number * self.percent)
             chosen = rounds.keep(f"round-{number}/pseudo_labels.safetensors", choose)
-            labeled = with_pseudo_labels(rounds.labeled, rounds.unlabeled, **chosen)
+            labeled = rounds.pseudo_labeled(**chosen)
             kwargs = self.loss_kwargs(rounds, labeled.labels)
             done.append(rounds.train(f"round-{number}", labeled=labeled, loss_kwargs=kwargs))
         return max(done, key=lambda each: each.score)  # the earliest of equals
@@ -62,7 +85,7 @@ class CurriculumLabeling(Procedure):
 
 
 def confident_rows(logits: NDArray, percentile: float) -> dict[str, Tensor]:
-    """Rows whose confidence is at or above that percentile of all confidences, and their predicted classes."""
+    """Rows whose confidence is at or above that percentile of all, and their predicted classes."""
     logits = logits.astype(np.float64)
     powers = np.exp(logits - logits.max(-1, keepdims=True))
     confidence = 1 / powers.sum(-1)  # the largest probability; in float32 many would be 1
@@ -71,8 +94,6 @@ def confident_rows(logits: NDArray, percentile: float) -> dict[str, Tensor]:
 
 
 def class_weights(labels: Tensor, num_labels: int) -> list[float]:
-    """Images of other classes per image of the class; the official code divides by 100, which changes
-    nothing.
-    """
+    """Images of other classes per image of the class; the official code's division by 100 changes nothing."""
     counts = torch.bincount(labels, minlength=num_labels)
     return ((len(labels) - counts) / counts.clamp_min(1)).tolist()

@@ -26,6 +26,7 @@ from hf_fixastep.checkpoints import as_json, checkpoints, describe, find_checkpo
 from hf_fixastep.data.images import Images
 from hf_fixastep.disk import write_atomically
 from hf_fixastep.losses.base import SemiSupervisedLoss
+from hf_fixastep.procedures.base import Procedure
 from hf_fixastep.runs.folder import LOG
 from hf_fixastep.trainer import FixAStepTrainer
 
@@ -39,22 +40,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Round:
-    """A training that is over; its model, that of the best checkpoint if the settings ask for it, is in its
-    folder.
-    """
+    """A training that is over; its model, the best one if the settings ask for it, is in its folder."""
 
     name: str
     score: float  # on the validation images, larger is better
     steps: int
     best_step: int | None
-
-
-class Procedure:
-    """Base of all procedures: arguments are checked at construction, the work is in `__call__`."""
-
-    def __call__(self, rounds: Rounds) -> Round:
-        """Train round by round, and return the one whose model is the outcome."""
-        raise NotImplementedError
 
 
 def run_procedure(
@@ -116,8 +107,8 @@ class Rounds:
         changed = {name for name in new if old.get(name) != new[name]}
         if refused := changed - set(self.trainer.args.ignore_changed_settings or []):
             raise ValueError(
-                f"{describe(self.folder, old, new, refused)} Resume it with the same, or start a new run in another "
-                "output_dir."
+                f"{describe(self.folder, old, new, refused)} Resume it with the same, or start a new run in "
+                "another output_dir."
             )
 
     def train(
@@ -190,7 +181,7 @@ class Rounds:
         return np.asarray(self.trainer.predict(self.unlabeled).predictions)
 
     def keep(self, name: str, make: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
-        """Tensors in a file: read if it is there, otherwise made now and written. A resumed run has the same."""
+        """Tensors in a file, read if it is there, otherwise made now and written: the same if resumed."""
         path = self.folder / name
         if not from_main(path.is_file):
             tensors = make()
@@ -201,10 +192,17 @@ class Rounds:
         PartialState().wait_for_everyone()
         return load_file(path)
 
+    def pseudo_labeled(self, rows: Tensor, pseudo_labels: Tensor) -> Images:
+        """The labeled images, and those rows of the unlabeled ones as if they were labeled."""
+        assert self.labeled.labels is not None
+        labels = torch.cat([self.labeled.labels, pseudo_labels])
+        pixels = [self.labeled.pixels, self.unlabeled.pixels.index_select(0, rows)]
+        channels = max(each.shape[1] for each in pixels)  # one of the two may be grey
+        pixels = [each.expand(-1, channels, -1, -1) for each in pixels]
+        return Images(torch.cat(pixels), labels, self.labeled.class_names)
+
     def report(self, outcome: Round) -> None:
-        """The trainer gets the model of the outcome, and the steps and the log of all rounds as if they were
-        one.
-        """
+        """Give the trainer the model of the outcome, and the steps and log of all rounds as if of one."""
         self.trainer.load_plain(self.folder / outcome.name)
         before = sum(each.steps for each in self.done[: self.done.index(outcome)])
         self.trainer.state.global_step = sum(each.steps for each in self.done)
@@ -220,15 +218,6 @@ class Rounds:
             with write_atomically(self.folder / LOG) as partial:
                 pd.concat(logs).to_csv(partial, index=False)
             write_json(self.folder / ROUNDS, [asdict(each) for each in self.done])
-
-
-def with_pseudo_labels(labeled: Images, unlabeled: Images, rows: Tensor, pseudo_labels: Tensor) -> Images:
-    """The labeled images, and those rows of the unlabeled ones as if they were labeled."""
-    assert labeled.labels is not None
-    pixels = [labeled.pixels, unlabeled.pixels.index_select(0, rows)]
-    channels = max(each.shape[1] for each in pixels)  # one of the two may be grey
-    pixels = [each.expand(-1, channels, -1, -1) for each in pixels]
-    return Images(torch.cat(pixels), torch.cat([labeled.labels, pseudo_labels]), labeled.class_names)
 
 
 def from_main(make: Callable[[], T]) -> T:

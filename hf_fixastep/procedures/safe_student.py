@@ -3,6 +3,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -16,32 +17,54 @@ from hf_fixastep.losses.base import (
     check_probability,
 )
 from hf_fixastep.losses.functional import masked_mean
-from hf_fixastep.procedures.rounds import Procedure, Round, Rounds
+from hf_fixastep.losses.presets import SGD
+from hf_fixastep.procedures.base import Procedure
 from hf_fixastep.step.batch import SemiBatch
+
+
+if TYPE_CHECKING:
+    from hf_fixastep.procedures.rounds import Round, Rounds
 
 
 @dataclass
 class SafeStudent(Procedure):
-    """A teacher tells its student what unlabeled images show if it knows them, and to be unsure if it does
-    not.
+    """A teacher tells its student what images show if it knows them, and to be unsure if it does not.
 
-    He et al., 2022, CVPR, after the official code. The first teacher is trained with the loss of the
-    settings, which is `supervised` in the method; then the student of every iteration is the teacher of the
-    next one. A student goes on from the weights of its teacher with a new optimizer. The official code
+    After the official code. The first teacher is trained with the loss of the settings, which is `supervised`
+    in the method; then the student of every iteration is the teacher of the next one. A student goes on from
+    the weights of its teacher with a new optimizer. The official code, with batches of 256 + 256 images,
     continues from the last weights instead of the best ones, and lowers its learning rate by 3 percent every
     five epochs.
 
     Args:
         iterations: how often a student is trained.
         teacher_steps: steps of the first teacher; as many as those of each student if not given.
-        seen_share: images above this quantile of the energy discrepancy in a batch are taken as known
-            classes.
-        unseen_share: images below this one are taken as foreign.
+        seen_share: images above this quantile of a batch's energy discrepancies count as known classes.
+        unseen_share: images below this one count as foreign.
         temperature: of the energies.
         seen_weight: of the loss of known images.
         unseen_weight: of the loss of foreign images.
     """
 
+    name = "safe_student"
+    title = "Safe-Student"
+    paper = "He et al., 2022, CVPR"
+    citation = """
+    @inproceedings{he2022safestudent,
+      title = {Safe-Student for Safe Deep Semi-Supervised Learning with Unseen-Class Unlabeled Data},
+      author = {He, Rundong and Han, Zhongyi and Lu, Xiankai and Yin, Yilong},
+      booktitle = {IEEE/CVF Conference on Computer Vision and Pattern Recognition},
+      year = {2022}
+    }"""
+    settings = {
+        "paper": {
+            **SGD,
+            "learning_rate": 0.128,
+            "unlabeled_warmup_steps": 0.0,
+            "labeled_view": "strong",
+        }
+    }
+    rival = True
     iterations: int = 3
     teacher_steps: int | None = None
     seen_share: float = 0.6

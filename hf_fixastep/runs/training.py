@@ -35,8 +35,8 @@ from hf_fixastep.echo.files import is_phantom
 from hf_fixastep.hub.checks import check_intended_use
 from hf_fixastep.hub.client import pull
 from hf_fixastep.plots import save_figures
-from hf_fixastep.procedures import get_procedure, run_procedure
-from hf_fixastep.procedures.rounds import PROCEDURE
+from hf_fixastep.procedures import get_procedure
+from hf_fixastep.procedures.rounds import PROCEDURE, run_procedure
 from hf_fixastep.runs.arguments import DataArguments, ModelArguments, parse
 from hf_fixastep.runs.folder import LOG, PREDICTIONS
 from hf_fixastep.trainer import FixAStepTrainer

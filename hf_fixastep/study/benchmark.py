@@ -44,10 +44,11 @@ from transformers import PrinterCallback, TrainerCallback
 
 from hf_fixastep import LOSSES, FixAStepConfig, FixAStepTrainer, GradientSlots, Images
 from hf_fixastep.checks import check_choice
-from hf_fixastep.config import own_field, preset
+from hf_fixastep.config import own_field
 from hf_fixastep.data.loader import PairedLoader
 from hf_fixastep.data.store import PixelFile, memory
 from hf_fixastep.losses.base import SemiSupervisedLoss
+from hf_fixastep.methods import preset
 from hf_fixastep.procedures.safe_student import SafeStudentLoss
 from hf_fixastep.runs.arguments import ModelArguments, parse
 from hf_fixastep.runs.training import load_model

@@ -19,12 +19,11 @@ import yaml
 from numpy.typing import NDArray
 from scipy import stats  # comes with scikit-learn
 
-from hf_fixastep.names import METHODS
+from hf_fixastep.methods import METHODS
 
 
 METRICS = ("test_accuracy", "test_balanced_accuracy")
 DRAWS, SEED, TAIL = 4000, 0, 0.025
-RIVALS = ("uasd", "ds3l", "mtcf", "openmatch", "toor", "curriculum_labeling", "safe_student")
 LABELED_ONLY, BASE, FIX_A_STEP = "labeled-only", "base", "Fix-A-Step"
 VARIANTS = (LABELED_ONLY, BASE, "+G", "+A", FIX_A_STEP)
 UNMIXED = ("mixmatch", "mtcf")  # they mix by themselves, so that Fix-A-Step is the gate alone

@@ -15,14 +15,13 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from hf_fixastep.names import METHODS
+from hf_fixastep.methods import METHODS, RIVALS
 from hf_fixastep.plots import BLACK, BLUE, GREEN, ORANGE, RESOLUTION, THOUSANDS, WIDTH, percent, tidy
 from hf_fixastep.study.comparison import (
     BASE,
     FIX_A_STEP,
     LABELED_ONLY,
     MIXING,
-    RIVALS,
     VARIANTS,
     Group,
     Interval,

@@ -9,8 +9,9 @@ from typing import Any
 
 import pandas as pd
 
-from hf_fixastep.config import FixAStepConfig, preset
+from hf_fixastep.config import FixAStepConfig
 from hf_fixastep.disk import write_atomically
+from hf_fixastep.methods import preset
 from hf_fixastep.runs.folder import LOG, METRICS, PREDICTIONS, RECIPE
 from hf_fixastep.runs.recipe import read_mapping, read_yaml
 

@@ -17,11 +17,11 @@ from scipy.stats import binomtest
 from hf_fixastep import LOSSES
 from hf_fixastep.disk import digest
 from hf_fixastep.evaluation.intervals import split_intervals
-from hf_fixastep.hub.cards import CITATIONS, FIX_A_STEP, model_card
+from hf_fixastep.hub.cards import FIX_A_STEP, model_card
 from hf_fixastep.hub.checks import check_repo_id
 from hf_fixastep.hub.push import ALLOWED, model_files, prepare_model
 from hf_fixastep.hub.texts import escape, plain, shared
-from hf_fixastep.names import METHODS
+from hf_fixastep.methods import CITATIONS, METHODS
 from hf_fixastep.runs.folder import FIGURES, RunFolder
 
 

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hf_fixastep.losses import Losses, SemiSupervisedLoss
+from hf_fixastep.losses.base import Losses, SemiSupervisedLoss
 from hf_fixastep.step.batch import SemiBatch
+from hf_fixastep.step.mixing import mixing_shares
 
 
 CLASSES = 3
@@ -139,6 +140,13 @@ def forward(model: nn.Module, *images: Tensor) -> tuple[Tensor, ...]:
     return logits
 
 
+def predict(mode: str, model: nn.Module, *images: Tensor) -> tuple[Tensor, ...]:
+    """Logits of several sets of images, from one forward or from one each, as the mode of batch norm asks."""
+    if mode == "joint":
+        return forward(model, *images)
+    return tuple(forward(model, rows)[0] for rows in images)
+
+
 def features(model: TinyNet, *images: Tensor) -> tuple[Tensor, ...]:
     """What the head sees, from one train-mode forward that leaves the buffers alone."""
     kept = copy.deepcopy(dict(model.named_buffers()))
@@ -154,6 +162,44 @@ def assert_same(losses: Losses, labeled: Tensor, unlabeled: Tensor, *modules: nn
         torch.testing.assert_close(value, expected)
         for module in modules:
             torch.testing.assert_close(gradient(value, module), gradient(expected, module))
+
+
+def squared_distance(logits: Tensor, target: Tensor) -> Tensor:
+    """Between the predictions and the target, entry by entry, as a mean over rows and classes."""
+    pairs = zip(logits.softmax(-1).flatten(), target.flatten(), strict=True)
+    return sum((p - t) ** 2 for p, t in pairs) / target.numel()
+
+
+def mix_by_hand(
+    model: nn.Module,
+    batch: SemiBatch,
+    temperature: float,
+    alpha: float,
+    per_example: bool = True,
+    rows: list[int] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """MixMatch's mixed images and labels, row by row, with the draws that a loss makes."""
+    weak, weak_2 = (batch.views[name][rows or slice(None)] for name in ("weak", "weak_2"))
+    guess = guess_by_hand(model, weak, weak_2, temperature)
+    images, labels = [*batch.x, *weak, *weak_2], [*batch.y, *guess, *guess]
+    generator = make_batch().generator
+    partners = torch.randperm(len(images), generator=generator).tolist()
+    shares = mixing_shares(len(images) if per_example else 1, alpha, generator).tolist()
+    if not per_example:
+        shares = shares * len(images)
+    triples = list(zip(range(len(images)), partners, shares, strict=True))
+    mixed = [b * images[i] + (1 - b) * images[j] for i, j, b in triples]
+    return torch.stack(mixed), torch.stack([b * labels[i] + (1 - b) * labels[j] for i, j, b in triples])
+
+
+def guess_by_hand(model: nn.Module, weak: Tensor, weak_2: Tensor, temperature: float) -> Tensor:
+    """The mean prediction for two views, sharpened."""
+    (first,), (second,) = forward(model, weak), forward(model, weak_2)
+    rows = []
+    for a, b in zip(first.detach().softmax(-1), second.detach().softmax(-1), strict=True):
+        sharp = [((a[c] + b[c]) / 2) ** (1 / temperature) for c in range(len(a))]
+        rows.append(torch.stack([value / sum(sharp) for value in sharp]))
+    return torch.stack(rows)
 
 
 def cross_entropy(probabilities: Tensor, logits: Tensor) -> Tensor:

@@ -1,6 +1,4 @@
-"""Weights of the classes in the labeled loss: their values, the scale of the loss, and many rows as one
-batch.
-"""
+"""Weights of the classes in the labeled loss: their values, and the scale of the loss."""
 
 from __future__ import annotations
 

@@ -7,54 +7,22 @@ import torch
 
 from hf_fixastep.losses import MixMatch
 from hf_fixastep.losses.mixmatch import interleave
-from hf_fixastep.step.mixing import mixing_shares
 from tests.losses.conftest import (
     MODES,
     PixelModel,
     assert_buffers,
+    assert_same,
     buffers_after,
     cross_entropy,
     forward,
-    gradient,
+    guess_by_hand,
     in_mode,
     make_batch,
+    mix_by_hand,
     pixel_batch,
+    predict,
+    squared_distance,
 )
-
-
-def guess_by_hand(model, weak, weak_2, temperature):
-    (first,), (second,) = forward(model, weak), forward(model, weak_2)
-    rows = []
-    for a, b in zip(first.detach().softmax(-1), second.detach().softmax(-1), strict=True):
-        sharp = [((a[c] + b[c]) / 2) ** (1 / temperature) for c in range(len(a))]
-        rows.append(torch.stack([value / sum(sharp) for value in sharp]))
-    return torch.stack(rows)
-
-
-def mix_by_hand(model, batch, temperature, alpha, per_example):
-    """Mixed images and labels, row by row, with the draws that the loss makes."""
-    weak, weak_2 = batch.views["weak"], batch.views["weak_2"]
-    guess = guess_by_hand(model, weak, weak_2, temperature)
-    images, labels = [*batch.x, *weak, *weak_2], [*batch.y, *guess, *guess]
-    generator = make_batch().generator
-    partners = torch.randperm(len(images), generator=generator).tolist()
-    shares = mixing_shares(len(images) if per_example else 1, alpha, generator).tolist()
-    if not per_example:
-        shares = shares * len(images)
-    triples = list(zip(range(len(images)), partners, shares, strict=True))
-    mixed = [b * images[i] + (1 - b) * images[j] for i, j, b in triples]
-    return torch.stack(mixed), torch.stack([b * labels[i] + (1 - b) * labels[j] for i, j, b in triples])
-
-
-def squared_distance(logits, y):
-    pairs = zip(logits.softmax(-1).flatten(), y.flatten(), strict=True)
-    return sum((p - t) ** 2 for p, t in pairs) / y.numel()
-
-
-def assert_same(losses, labeled, unlabeled, model):
-    for value, expected in [(losses.labeled, labeled), (losses.unlabeled, unlabeled)]:
-        torch.testing.assert_close(value, expected)
-        torch.testing.assert_close(gradient(value, model), gradient(expected, model))
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -63,10 +31,7 @@ def assert_same(losses, labeled, unlabeled, model):
 def test_losses_and_gradients_are_those_of_the_formula(mode, per_example, unlabeled_rows, model):
     batch = make_batch(unlabeled=unlabeled_rows)
     images, y = mix_by_hand(model, batch, 0.6, 0.8, per_example)
-    if mode == "joint":
-        labeled, unlabeled = forward(model, images[:4], images[4:])
-    else:
-        (labeled,), (unlabeled,) = forward(model, images[:4]), forward(model, images[4:])
+    labeled, unlabeled = predict(mode, model, images[:4], images[4:])
     losses = in_mode(MixMatch(0.6, 0.8, per_example), mode)(model, batch, None)
     assert_same(losses, cross_entropy(y[:4], labeled), squared_distance(unlabeled, y[4:]), model)
 
@@ -78,30 +43,11 @@ def test_equal_images_with_certain_and_right_predictions_cost_nothing():
     assert losses.unlabeled == 0
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_guesses_leave_every_buffer_as_it_was(mode, model, batch):
-    expected = buffers_after(model)
-    in_mode(MixMatch(), mode).guess(model, [batch.views["weak"], batch.views["weak_2"]])
-    assert_buffers(model, expected)
-
-
 def test_guesses_use_the_statistics_of_their_batch(model, batch):
     views = [batch.views["weak"], batch.views["weak_2"]]
     guess = MixMatch().guess(model, views)
     torch.testing.assert_close(guess, guess_by_hand(model, *views, 0.5))
     assert (guess - MixMatch().guess(copy.deepcopy(model).eval(), views)).abs().max() > 1e-3
-
-
-def test_guesses_carry_no_gradient(model, batch):
-    assert not MixMatch().guess(model, [batch.views["weak"], batch.views["weak_2"]]).requires_grad
-
-
-def test_joint_mode_updates_the_running_statistics_with_all_mixed_rows_together(model, batch):
-    images, _ = mix_by_hand(model, batch, 0.5, 0.75, per_example=True)
-    expected = buffers_after(model, images)
-    MixMatch()(model, batch, None)
-    for name, value in expected.items():
-        torch.testing.assert_close(dict(model.named_buffers())[name], value)
 
 
 def test_the_official_guesses_update_the_running_statistics_one_view_after_the_other(model, batch):

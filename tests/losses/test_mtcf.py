@@ -5,7 +5,6 @@ import torch
 
 from hf_fixastep.losses import MTCF
 from hf_fixastep.losses.mtcf import otsu
-from hf_fixastep.step.mixing import mixing_shares
 from tests.losses.conftest import (
     MODES,
     assert_buffers,
@@ -13,11 +12,13 @@ from tests.losses.conftest import (
     buffers_after,
     cross_entropy,
     features,
-    forward,
     gradient,
     in_mode,
     make_batch,
+    mix_by_hand,
+    predict,
     prepared,
+    squared_distance,
 )
 
 
@@ -41,33 +42,17 @@ def domain_by_hand(loss, model, batch, mode, scores):
     return sum(terms) / len(terms), probabilities[len(batch.x) :]
 
 
-def mixmatch_by_hand(model, batch, mode, rows, temperature, alpha):
-    weak, weak_2 = batch.views["weak"][rows], batch.views["weak_2"][rows]
-    guess = sum(forward(model, view)[0].detach().softmax(1) for view in (weak, weak_2)) / 2
-    guess = guess ** (1 / temperature)
-    guess = guess / guess.sum(1, keepdim=True)
-    images, labels = [*batch.x, *weak, *weak_2], [*batch.y, *guess, *guess]
-    generator = make_batch().generator
-    partners = torch.randperm(len(images), generator=generator).tolist()
-    shares = mixing_shares(len(images), alpha, generator).tolist()
-    mixed = torch.stack([b * images[i] + (1 - b) * images[partners[i]] for i, b in enumerate(shares)])
-    y = torch.stack([b * labels[i] + (1 - b) * labels[partners[i]] for i, b in enumerate(shares)])
-    if mode == "joint":
-        labeled, unlabeled = forward(model, mixed[:4], mixed[4:])
-    else:
-        (labeled,), (unlabeled,) = forward(model, mixed[:4]), forward(model, mixed[4:])
-    return cross_entropy(y[:4], labeled), ((unlabeled.softmax(1) - y[4:]) ** 2).sum() / y[4:].numel()
-
-
 @pytest.mark.parametrize("mode", MODES)
 def test_losses_and_gradients_are_those_of_the_formula(mode, model, batch):
     loss = with_scores(in_mode(prepared(MTCF(0.6, 0.8, 7, ramp_steps=10), model), mode), SCORES)
     batch.step = 7
     domain, _ = domain_by_hand(loss, model, batch, mode, SCORES)
     # The batch has the rows 5, 4, 3, 2, 1, 0; the three best, from the top, are those of the rows 1, 3 and 5.
-    labeled, unlabeled = mixmatch_by_hand(model, batch, mode, [4, 2, 0, 4, 2, 0], 0.6, 0.8)
+    images, y = mix_by_hand(model, batch, 0.6, 0.8, rows=[4, 2, 0, 4, 2, 0])
+    labeled, unlabeled = predict(mode, model, images[:4], images[4:])
     losses = loss(model, batch, None)
-    assert_same(losses, labeled + domain, unlabeled / 10, model, loss)
+    expected = cross_entropy(y[:4], labeled) + domain, squared_distance(unlabeled, y[4:]) / 10
+    assert_same(losses, *expected, model, loss)
     assert losses.stats["mask_rate"] == 0.5
 
 

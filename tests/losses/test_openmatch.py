@@ -13,11 +13,11 @@ from tests.losses.conftest import (
     assert_same,
     cross_entropy,
     features,
-    forward,
     gradient,
     in_mode,
     make_batch,
     make_model,
+    predict,
     prepared,
 )
 
@@ -58,11 +58,8 @@ def test_losses_and_gradients_are_those_of_the_formula(mode, model, batch):
     loss = in_mode(prepared(OpenMatch(0.3, 0.7, threshold=0.7, warmup_steps=0, decay=1.0), model), mode)
     loss.averaged.copy_(torch.randn(loss.averaged.shape, generator=torch.Generator().manual_seed(5)))
     images = [batch.x, *(batch.views[name] for name in OpenMatch.views)]
-    if mode == "joint":
-        logits, rows = forward(model, *images), features(model, *images)
-    else:
-        logits = [forward(model, part)[0] for part in images]
-        rows = [features(model, part)[0] for part in images]
+    logits = predict(mode, model, *images)
+    rows = features(model, *images) if mode == "joint" else [features(model, part)[0] for part in images]
     answers = [probabilities(loss.one_vs_all.weight, part) for part in rows]
     labeled = cross_entropy(batch.y, logits[0]) + one_vs_all_by_hand(batch.y, answers[0])
     consistency = (
@@ -168,16 +165,3 @@ def test_the_averaged_layer_follows_the_trained_one(model, batch):
     loss.one_vs_all.weight.data.copy_(new)
     loss(model, batch, make_model(seed=1).eval())
     torch.testing.assert_close(loss.averaged, 0.75 * old + 0.25 * new)
-
-
-def test_the_inliers_come_from_the_teacher_and_carry_no_gradient(model, batch):
-    teacher = make_model(seed=1).eval()
-    before = [buffer.clone() for buffer in teacher.buffers()]
-    prepared(OpenMatch(warmup_steps=0), model)(model, batch, teacher)
-    assert teacher.graded == [False]
-    assert all(torch.equal(a, b) for a, b in zip(before, teacher.buffers(), strict=True))
-
-
-def test_a_missing_teacher_is_refused(model, batch):
-    with pytest.raises(ValueError, match="OpenMatch needs a teacher"):
-        prepared(OpenMatch(), model)(model, batch, None)

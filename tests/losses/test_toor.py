@@ -17,6 +17,7 @@ from tests.losses.conftest import (
     in_mode,
     make_batch,
     make_model,
+    predict,
     prepared,
 )
 
@@ -73,14 +74,12 @@ def test_losses_and_gradients_are_those_of_the_formula(mode, model, batch):
     batch.step = 99
     lengths = {"ramp_steps": 400, "adversarial_start": 50, "adversarial_steps": 100, "reversal_start": 90}
     loss = make_loss(model, mode, weight=3.0, reversal_steps=50, **lengths)
+    logits, weak = predict(mode, model, batch.x, batch.views["weak"])
+    _, second = predict(mode, model, batch.x, batch.views["weak_2"])
     if mode == "joint":
-        logits, weak = forward(model, batch.x, batch.views["weak"])
         labeled_rows, rows = features(model, batch.x, batch.views["weak"])
-        _, second = forward(model, batch.x, batch.views["weak_2"])
     else:
-        (logits,), (weak,) = forward(model, batch.x), forward(model, batch.views["weak"])
         (labeled_rows,), (rows,) = features(model, batch.x), features(model, batch.views["weak"])
-        (second,) = forward(model, batch.views["weak_2"])
 
     scores = [max(AVERAGES[row]) for row in batch.index]
     known = [score > 0.6 for score in scores]

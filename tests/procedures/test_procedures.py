@@ -21,7 +21,7 @@ from hf_fixastep.data.loader import generator_for
 from hf_fixastep.losses import Supervised
 from hf_fixastep.procedures import CurriculumLabeling, Procedure, SafeStudent
 from hf_fixastep.procedures.curriculum_labeling import class_weights, confident_rows
-from hf_fixastep.procedures.rounds import Round, Rounds, with_pseudo_labels
+from hf_fixastep.procedures.rounds import Round, Rounds
 from hf_fixastep.procedures.safe_student import SafeStudentLoss, energy_discrepancy
 from hf_fixastep.runs import training as train_recipe
 from tests.losses.conftest import PixelModel, cross_entropy, pixel_batch
@@ -133,6 +133,8 @@ class FakeRounds:
     def keep(self, name: str, make: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
         return make()
 
+    pseudo_labeled = Rounds.pseudo_labeled
+
 
 def test_the_share_of_pseudo_labels_grows_by_20_percent_a_round():
     rounds = FakeRounds()
@@ -181,7 +183,8 @@ def test_weights_are_negatives_per_positive():
 def test_grey_labeled_images_join_coloured_ones():
     grey = Images(torch.full((1, 1, 2, 2), 7, dtype=torch.uint8), torch.tensor([0]), ["a", "b"])
     pile = Images(torch.arange(24, dtype=torch.uint8).view(2, 3, 2, 2))
-    joined = with_pseudo_labels(grey, pile, torch.tensor([1]), torch.tensor([1]))
+    rounds = SimpleNamespace(labeled=grey, unlabeled=pile)
+    joined = Rounds.pseudo_labeled(rounds, torch.tensor([1]), torch.tensor([1]))
     assert joined.labels.tolist() == [0, 1]
     assert torch.equal(joined.pixels[0], torch.full((3, 2, 2), 7, dtype=torch.uint8))
     assert torch.equal(joined.pixels[1], pile.pixels[1])
@@ -225,33 +228,6 @@ def test_two_rounds_are_two_trainings_of_a_plain_implementation(tmp_path: Path) 
     accuracies = [trainer.evaluate()["eval_accuracy"] for trainer in trainers]
     assert_equal(weights(found.model), weights(trainers[accuracies.index(max(accuracies))].model))
     assert found.state.global_step == 3 * STEPS
-
-
-# ---- the supervised loss of it
-
-
-def test_mixup_mixes_images_and_labels_of_the_batch_with_each_other():
-    batch = pixel_batch(x=[[0.0, 1, 2], [3, 5, 1], [2, 0, 0]], y=[[1, 0, 0], [0, 1, 0], [0, 0, 1]])
-    generator = torch.Generator().manual_seed(2)
-    partners = torch.randperm(3, generator=generator)
-    first, second = torch._standard_gamma(torch.ones(2, 3, dtype=torch.float64), generator=generator)
-    shares = (torch.maximum(first, second) / (first + second)).float().double()[:, None]
-    x, y = (shares * each + (1 - shares) * each[partners] for each in (batch.x.flatten(1), batch.y))
-    torch.testing.assert_close(Supervised(mixup=1.0)(PixelModel(), batch, None).labeled, cross_entropy(y, x))
-    assert len(set(shares.flatten().tolist())) == 3
-
-
-def test_class_weights_weigh_the_classes_and_their_scale_does_not_matter():
-    logits, y = [[0.0, 1, 2], [3, 5, 1], [2, 0, 0]], [[1, 0, 0], [0.25, 0.75, 0], [0, 0, 1]]
-    batch, ratio = pixel_batch(x=logits, y=y), [0.5, 2.0, 4.0]
-    total, weight = 0.0, 0.0
-    for row, target in zip(logits, y, strict=True):
-        for c in range(3):
-            total -= ratio[c] * target[c] * (row[c] - math.log(sum(math.exp(value) for value in row)))
-            weight += ratio[c] * target[c]
-    for scale in (1, 100):
-        loss = Supervised(class_weights=[scale * each for each in ratio]).double()
-        assert loss(PixelModel(), batch, None).labeled.item() == pytest.approx(total / weight, abs=1e-6)
 
 
 def test_class_weights_for_other_classes_are_refused(tmp_path: Path) -> None:
@@ -349,7 +325,7 @@ def test_every_student_starts_from_its_teacher_and_hears_its_answers_to_plain_im
     assert [each["steps"] for each in json.loads((tmp_path / "rounds.json").read_text())] == [3, STEPS, STEPS]
 
 
-def test_the_first_teacher_has_labeled_images_alone(tmp_path: Path) -> None:
+def test_the_first_teacher_is_labeled_only(tmp_path: Path) -> None:
     run(SafeStudent(iterations=1), tmp_path, gate="drop", mix_labeled=True)
     log = pd.read_csv(tmp_path / "log.csv")
     assert log[log["round"] == "teacher"]["loss/unlabeled"].isna().all()
@@ -369,27 +345,40 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("name", "step", "procedure"), CASES, ids=str)
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Procedure], dict[str, bytes]]:
+    """What an uninterrupted run leaves, each procedure run once."""
+    found: dict[str, dict[str, bytes]] = {}
+
+    def outcome_of(procedure: Procedure) -> dict[str, bytes]:
+        if str(procedure) not in found:
+            folder = tmp_path_factory.mktemp("whole")
+            run(procedure, folder)
+            found[str(procedure)] = outcome(folder)
+        return found[str(procedure)]
+
+    return outcome_of
+
+
+@pytest.mark.parametrize(("name", "step", "procedure"), CASES, ids=lambda value: str(value).split("(")[0])
 def test_a_resumed_procedure_equals_an_uninterrupted_one(
-    name: str, step: int, procedure: Procedure, tmp_path: Path
+    name: str, step: int, procedure: Procedure, whole: Callable, tmp_path: Path
 ) -> None:
-    run(procedure, tmp_path / "whole")
     with pytest.raises(Interrupted):
         run(procedure, tmp_path / "parts", kind=interrupting(name, step))
     torch.manual_seed(12345)
     Watching.begun.clear()
     run(procedure, tmp_path / "parts", resume=True, kind=Watching)
     assert next(iter(Watching.begun)) == name  # those before it are not repeated
-    found, expected = outcome(tmp_path / "parts"), outcome(tmp_path / "whole")
+    found, expected = outcome(tmp_path / "parts"), whole(procedure)
     assert found.keys() == expected.keys()
     assert [key for key in expected if found[key] != expected[key]] == []
 
 
 def test_a_procedure_that_broke_off_between_two_rounds_equals_an_uninterrupted_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    whole: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     procedure = CurriculumLabeling(percent=50)
-    run(procedure, tmp_path / "whole")
 
     def refuse(*args: Any) -> None:
         raise Interrupted
@@ -402,7 +391,7 @@ def test_a_procedure_that_broke_off_between_two_rounds_equals_an_uninterrupted_o
     Watching.begun.clear()
     run(procedure, tmp_path / "parts", resume=True, kind=Watching)
     assert Watching.begun == {}
-    found, expected = outcome(tmp_path / "parts"), outcome(tmp_path / "whole")
+    found, expected = outcome(tmp_path / "parts"), whole(procedure)
     assert [key for key in expected if found[key] != expected[key]] == []
 
 
@@ -465,34 +454,29 @@ def test_curriculum_labeling_runs_with_fix_a_step_on_the_unlabeled_images(tmp_pa
     assert list(log["step"]) == list(range(1, 2 * STEPS + 1))
 
 
-@pytest.mark.parametrize("name", ["curriculum_labeling", "safe_student"])
-def test_a_recipe_of_a_procedure_leaves_what_other_recipes_leave(name: str, tmp_path: Path) -> None:
-    few = "{percent: 100}" if name == "curriculum_labeling" else "{iterations: 1}"
-    folder, more = tmp_path / "run", ("--procedure_kwargs", few)
-    train_recipe.main(arguments(f"digits/{name}.yaml", folder, *more))
-    wanted = [
-        "model.safetensors",
-        "config.json",
-        "preprocessor_config.json",
-        "metrics.json",
-        "log.csv",
-        "recipe.yaml",
-    ]
-    assert [file for file in [*wanted, "losses.png", "confusion.png"] if not (folder / file).is_file()] == []
+@pytest.mark.parametrize(
+    ("name", "few", "last"),
+    [("curriculum_labeling", "{percent: 100}", "round-1"), ("safe_student", "{iterations: 1}", "student-1")],
+)
+def test_a_recipe_of_a_procedure_leaves_what_others_leave_and_is_resumed_like_them(
+    name: str, few: str, last: str, tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    command = arguments(f"digits/{name}.yaml", folder, "--procedure_kwargs", few)
+    train_recipe.main(command)
+    wanted = ["model.safetensors", "config.json", "preprocessor_config.json", "metrics.json", "log.csv"]
+    wanted += ["recipe.yaml", "losses.png", "confusion.png"]
+    assert [file for file in wanted if not (folder / file).is_file()] == []
     metrics = json.loads((folder / "metrics.json").read_text())
     assert (metrics["procedure"], metrics["steps"]) == (name, 8)
     with pytest.raises(SystemExit, match="holds a run already"):
-        train_recipe.main(arguments(f"digits/{name}.yaml", folder, *more))
+        train_recipe.main(command)
 
-
-def test_a_recipe_of_a_procedure_is_resumed_by_the_usual_setting(tmp_path: Path) -> None:
-    command = arguments("digits/curriculum_labeling.yaml", tmp_path, "--procedure_kwargs", "{percent: 100}")
-    train_recipe.main(command)
-    expected = (tmp_path / "model.safetensors").read_bytes()
-    (tmp_path / "model.safetensors").unlink()
-    (tmp_path / "round-1/round.json").unlink()
+    expected = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").unlink()
+    (folder / last / "round.json").unlink()
     train_recipe.main([*command, "--resume_from_checkpoint", "true"])
-    assert (tmp_path / "model.safetensors").read_bytes() == expected
+    assert (folder / "model.safetensors").read_bytes() == expected
 
 
 def test_labeled_images_can_have_strong_views(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from hf_fixastep import FixAStepTrainer
 from hf_fixastep.data.loader import PairedSampler
 from tests.short_runs import (
     EAGER,
-    RIVALS,
+    STATEFUL,
     assert_equal,
     assert_near,
     largest_difference,
@@ -39,7 +39,7 @@ from tests.short_runs import (
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
-LOSSES = ("mean_teacher", "fixmatch", "pi_model", *RIVALS)
+LOSSES = ("mean_teacher", "fixmatch", "pi_model", *STATEFUL)
 MODES = ("joint", "separate")
 PROJECT = {"gate": "project"}
 # Per process; one process has 8 at once.
@@ -57,8 +57,8 @@ def with_batchnorm(folder: Path, loss: str, mode: str, **settings: Any) -> FixAS
     settings = {"loss": loss, "batchnorm": mode, "max_steps": 6, "teacher_decay": 0.9} | settings
     if loss == "fixmatch":
         settings["loss_kwargs"] = EAGER
-    if loss in RIVALS:
-        settings |= {"loss_kwargs": RIVALS[loss], "unlabeled_ratio": 4.0, "unlabeled_warmup_steps": 0.0}
+    if loss in STATEFUL:
+        settings |= {"loss_kwargs": STATEFUL[loss], "unlabeled_ratio": 4.0, "unlabeled_warmup_steps": 0.0}
     return make_trainer(folder, tiny_wide_resnet(bn_momentum=0.5), objects=objects, **settings)
 
 

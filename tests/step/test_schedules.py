@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from hf_fixastep.config import preset
+from hf_fixastep.methods import preset
 from hf_fixastep.step.schedules import cosine_7_16, ramp_length, unlabeled_ramp
 
 

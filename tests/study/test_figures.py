@@ -5,11 +5,11 @@ import pandas as pd
 import pytest
 from matplotlib.figure import Figure
 
+from hf_fixastep.methods import RIVALS
 from hf_fixastep.study.figures import (
     COLOURS,
     FIGURES,
     MARKERS,
-    RIVALS,
     left_out,
     plot_ablation,
     plot_gate_over_time,

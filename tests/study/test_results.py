@@ -8,7 +8,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from hf_fixastep.names import METHODS
+from hf_fixastep.methods import METHODS
 from hf_fixastep.study.comparison import compare, sentences
 from hf_fixastep.study.results import read_runs
 
