@@ -130,12 +130,12 @@ class Ready:
     model: Any  # as the loop has it, maybe wrapped
     inputs: dict[str, Any]
 
-    def __init__(self, trainer: FixAStepTrainer) -> None:
-        self.trainer: Any = trainer
-        self.trainer.training_step = self.catch
+    def __init__(self, trainer: Any) -> None:
+        self.trainer = trainer
+        trainer.training_step = self.catch
         with contextlib.suppress(Caught):
             trainer.train()
-        del self.trainer.training_step
+        del trainer.training_step
         trainer.unlabeled_weight = trainer.args.unlabeled_weight
 
     def catch(self, model: nn.Module, inputs: dict[str, Any], *args: Any) -> None:
