@@ -238,13 +238,8 @@ def write_report(trials: Trials, study: Any) -> None:
     save(plot_search([t for t in outcomes if t["state"] != "interrupted"], metric), search.folder / "search")
     states = sorted(Counter(trial["state"] for trial in outcomes).items())
     title = f"Trials of {search.recipe}: {', '.join(f'{count} {state}' for state, count in states)}"
-    table = "\n".join(
-        [
-            f"| trial | validation {metric.replace('_', ' ')} | best step | seconds | values |",
-            "| --- | --- | --- | --- | --- |",
-            *map(row_of, ranked[:SHOWN]),
-        ]
-    )
+    header = f"| trial | validation {metric.replace('_', ' ')} | best step | seconds | values |"
+    table = "\n".join([header, "| --- " * 5 + "|", *map(row_of, ranked[:SHOWN])])
     runs = "```bash\n" + "\n".join(commands.values()) + "\n```"
     parts = [f"# {title}", "The best trials; all are in search.json.", table, "![All trials](search.png)"]
     parts += ["The runs with the values of the first:", runs]

@@ -29,12 +29,8 @@ WITH_FIX_A_STEP: Options = {"gate": ["drop"], "mix_labeled": ["true"]}
 # What the runs with the values found do not take over: they have the length of the recipe.
 TRIAL_ONLY = ("output_dir", "max_steps", "eval_steps", "logging_steps", "disable_tqdm")
 # Of a trial only its evaluations are kept.
-NOTHING_SAVED: Options = {
-    "eval_strategy": ["steps"],
-    "save_strategy": ["no"],
-    "load_best_model_at_end": ["false"],
-    "push_to_hub": ["false"],
-}
+NOTHING_SAVED: Options = {"save_strategy": ["no"], "load_best_model_at_end": ["false"]}
+NOTHING_SAVED |= {"eval_strategy": ["steps"], "push_to_hub": ["false"]}
 
 
 @dataclass
@@ -115,8 +111,8 @@ def read_search(argv: Sequence[str]) -> Search:
         check_choice(f"key in {path}:", key, ["config", "space", *known])
     for key in given:
         check_choice("argument", key, known)
-    for key in ("config", "space"):
-        if not file.get(key):
+    for key, kind in {"config": str, "space": dict}.items():
+        if not file.get(key) or not isinstance(file[key], kind):
             raise ValueError(f"{path} has no {key}, but a search needs a recipe as config and a space.")
     recipe, space = file.pop("config"), file.pop("space")
     overrides = {name: as_words(value) for name, value in file.items()} | given
@@ -157,8 +153,6 @@ def is_named(choices: Any) -> bool:
 
 def check_space(search: Search) -> None:
     """Find what is wrong before the first trial; every choice becomes a config once."""
-    if not isinstance(search.space, dict):
-        raise ValueError("space is no mapping, but it should name settings and their choices.")
     for name, choices in search.space.items():
         check_choices(name, choices)
     settings = [name for item in search.space.items() for name in settings_set_by(*item)]
@@ -180,21 +174,16 @@ def check_space(search: Search) -> None:
 def check_choices(name: str, choices: Any) -> None:
     if is_range(choices):
         low, high = choices["low"], choices["high"]
-        numbers = all(isinstance(value, (int, float)) for value in (low, high))
-        if not numbers or not low < high or (choices.get("log") and low <= 0):
-            raise ValueError(
-                f"The range of {name} is {choices}, but it needs low < high, and 0 < low for log."
-            )
-        return
-    if not isinstance(choices, (list, dict)) or not choices:
+        right = isinstance(low, (int, float)) and isinstance(high, (int, float)) and low < high
+        right = right and (low > 0 or not choices.get("log"))
+    elif isinstance(choices, dict):
+        right = all(isinstance(settings, dict) for settings in choices.values())
+    else:
+        right = isinstance(choices, list) and all(isinstance(value, (int, float, str)) for value in choices)
+    if not right or not choices:
         raise ValueError(
-            f"{name} has no choices but {choices}; give a list, a range {{low, high, log}} or named ones."
-        )
-    if isinstance(choices, dict) and not all(isinstance(chosen, dict) for chosen in choices.values()):
-        raise ValueError(f"{name} is {choices}; give a range {{low, high, log}}, or settings to every name.")
-    if isinstance(choices, list) and not all(isinstance(each, (bool, int, float, str)) for each in choices):
-        raise ValueError(
-            f"{name} has the choices {choices}, but they should be numbers, words, true or false."
+            f"The choices of {name} are {choices}, but they should be a list of numbers or words, a range "
+            "{low, high, log} with low < high and 0 < low for log, or names with their settings."
         )
 
 

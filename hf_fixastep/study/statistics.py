@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -98,14 +99,13 @@ def answers(runs: pd.DataFrame) -> tuple[NDArray, NDArray]:
 
 def image_draws(labels: NDArray, predictions: NDArray, metric: str) -> NDArray:
     """The metric of R runs on each bootstrap sample of test images, [DRAWS, R]."""
-    groups = np.unique(labels, return_inverse=True)[1]  # balanced accuracy is a mean over classes
-    if metric != "test_balanced_accuracy":
-        groups = np.zeros_like(groups)  # accuracy is that of all images
+    members: list[Any] = [slice(None)]  # accuracy is that of all images
+    if metric == "test_balanced_accuracy":
+        members = [labels == name for name in np.unique(labels)]
     weights, found = image_weights(len(labels)), []
-    for number in np.unique(groups):
-        members = groups == number
-        correct = (predictions == labels)[:, members].T.astype(np.float32)
-        part = weights[:, members].astype(np.float32)  # sums of so few ones are exact
+    for chosen in members:
+        correct = (predictions == labels)[:, chosen].T.astype(np.float32)
+        part = weights[:, chosen].astype(np.float32)  # sums of so few ones are exact
         with np.errstate(invalid="ignore"):  # a sample without images of a rare class
             found.append((part @ correct).astype(float) / part.sum(1, keepdims=True, dtype=float))
     return np.nanmean(found, axis=0)
