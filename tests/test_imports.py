@@ -47,6 +47,10 @@ ALLOWED = {
     "evaluation": {"data", "hub.client"},
     "plots": set(),
     "procedures": {"callbacks", "checkpoints", "data", "losses", "step", "trainer"},
+    "study": {
+        *("_compat.dispatch", "callbacks", "checkpoints", "config", "data", "losses", "names", "plots"),
+        *("procedures", "runs", "step", "trainer"),
+    },
     "runs.recipe": set(),
     "runs.arguments": {"runs.recipe"},
     "runs": {

@@ -36,15 +36,18 @@ from rich.table import Table
 from torch import Tensor
 from transformers import PrinterCallback
 
-from hf_fixastep import LOSSES, FixAStepConfig, FixAStepTrainer, GradientSlots, Images
 from hf_fixastep.checks import check_choice
-from hf_fixastep.config import own_field, preset
+from hf_fixastep.config import FixAStepConfig, own_field, preset
+from hf_fixastep.data.images import Images
+from hf_fixastep.losses import LOSSES
 from hf_fixastep.losses.base import SemiSupervisedLoss
 from hf_fixastep.procedures.safe_student import SafeStudentLoss
 from hf_fixastep.runs.arguments import ModelArguments, parse
 from hf_fixastep.runs.training import load_model
+from hf_fixastep.step.gate import GradientSlots
 from hf_fixastep.study import meters
 from hf_fixastep.study.meters import Convolutions, Idle, Job, Ready, interleave, over
+from hf_fixastep.trainer import FixAStepTrainer
 
 
 MODES = ("separate", "joint")
