@@ -62,6 +62,10 @@ ALLOWED = {
         *("_compat.distributed", "checkpoints", "data", "losses", "procedures.base", "trainer"),
     },
     "procedures": {"losses", "step"},
+    "study": {
+        *("_compat.dispatch", "callbacks", "checkpoints", "config", "data", "losses", "methods", "plots"),
+        *("procedures", "runs", "step", "trainer"),
+    },
     "runs.recipe": set(),
     "runs.report": {"checkpoints", "evaluation.intervals", "hub.cards", "losses"},
     "runs.arguments": {"runs.recipe"},

@@ -5,6 +5,7 @@ fixastep compare RUNS... [--out FOLDER] [--metric test_accuracy|test_balanced_ac
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 from dataclasses import dataclass, field
@@ -17,38 +18,34 @@ from rich.table import Table
 from hf_fixastep.checks import check_choice
 from hf_fixastep.runs.arguments import parse
 from hf_fixastep.study.comparison import (
-    METRICS,
+    TEST_METRICS,
     Comparison,
-    Interval,
-    as_json,
+    as_dict,
     compare,
     data_of,
     details,
     name_of,
     questions,
 )
-from hf_fixastep.study.figures import FIGURES, left_out, save
+from hf_fixastep.study.figures import STUDY_FIGURES, left_out, save
 from hf_fixastep.study.results import read_runs
+from hf_fixastep.study.statistics import Interval
 
 
 @dataclass
 class CompareArguments:
     """What to compare by, and where the outcome goes."""
 
-    out: str | None = field(
-        default=None, metadata={"help": "Folder of the outcome; by default beside the runs."}
-    )
-    metric: str = field(default=METRICS[0], metadata={"help": " or ".join(METRICS)})
+    out: str | None = field(default=None, metadata={"help": "Folder of the outcome, else beside the runs."})
+    metric: str = field(default=TEST_METRICS[0], metadata={"help": " or ".join(TEST_METRICS)})
 
 
 def prepare(argv: list[str]) -> tuple[pd.DataFrame, Path, str]:
-    paths = [
-        Path(word) for word in argv[: next((i for i, word in enumerate(argv) if word.startswith("--")), None)]
-    ]
+    paths = [Path(word) for word in itertools.takewhile(lambda word: not word.startswith("--"), argv)]
     if not paths:
         raise ValueError("Give the runs first: tables of results, folders of sweeps, or folders of runs.")
     args, _ = parse((CompareArguments,), argv[len(paths) :])
-    check_choice("metric", args.metric, METRICS)
+    check_choice("metric", args.metric, TEST_METRICS)
     beside = paths[0] if paths[0].is_dir() else paths[0].parent
     return read_runs(paths), Path(args.out) if args.out else beside, args.metric
 
@@ -98,14 +95,14 @@ def points(value: Interval | None) -> str:
 
 
 def draw_figures(runs: pd.DataFrame, metric: str, folder: Path) -> list[str]:
-    """Those that the runs support, apart for each data set and label count; returns what to tell about them."""
+    """Draw what the runs support, apart for each data set and label count; returns what to tell."""
     told = []
     config = runs["dataset_config"].where(~runs["dataset_config"].astype(str).str.startswith("zeta"))
     parts = list(runs.groupby([runs["dataset"], config, runs["labels_per_class"]], dropna=False, sort=False))
     for key, part in parts:
         words = [str(word) for word in key if word == word and word is not None]
         ending = "-" + "-".join(word.removesuffix(".0") for word in words) if len(parts) > 1 else ""
-        for name, draw in FIGURES.items():
+        for name, draw in STUDY_FIGURES.items():
             try:
                 files = save(draw(part, metric), folder / f"{name}{ending}")
             except ValueError as reason:
@@ -124,7 +121,7 @@ def main(argv: list[str]) -> None:
         runs, folder, metric = prepare(argv)
         found = compare(runs, metric)
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "comparison.json").write_text(json.dumps(as_json(found), indent=2))
+        (folder / "comparison.json").write_text(json.dumps(as_dict(found), indent=2))
         print_comparison(found)
         print(*draw_figures(runs, metric, folder), sep="\n")
     except (OSError, ValueError) as error:

@@ -1,8 +1,6 @@
-"""Compare finished runs: means over seeds, paired differences with intervals, and what they say in plain
-words.
+"""Compare finished runs: which belong together, how they differ, and what that means in plain words.
 
-Runs are rows of a table, as `fixastep sweep` leaves it. Test labels only measure; nothing is chosen by
-them.
+Runs are rows of a table, as `fixastep sweep` leaves it. Test labels only measure; nothing is chosen by them.
 """
 
 from __future__ import annotations
@@ -10,20 +8,26 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import pandas as pd
-import yaml
-from numpy.typing import NDArray
-from scipy import stats  # comes with scikit-learn
 
 from hf_fixastep.methods import METHODS
+from hf_fixastep.runs.recipe import read_mapping
+from hf_fixastep.study.statistics import (
+    DRAWS,
+    TAIL,
+    Interval,
+    count,
+    difference,
+    mean_interval,
+    paired_runs,
+    same_images,
+)
 
 
-METRICS = ("test_accuracy", "test_balanced_accuracy")
-DRAWS, SEED, TAIL = 4000, 0, 0.025
+TEST_METRICS = ("test_accuracy", "test_balanced_accuracy")
 LABELED_ONLY, BASE, FIX_A_STEP = "labeled-only", "base", "Fix-A-Step"
 VARIANTS = (LABELED_ONLY, BASE, "+G", "+A", FIX_A_STEP)
 UNMIXED = ("mixmatch", "mtcf")  # they mix by themselves, so that Fix-A-Step is the gate alone
@@ -34,29 +38,23 @@ DATA = ("dataset", "dataset_config", "zeta", "labels_per_class", "oracle")
 SWITCHES = ("variant", "gate", "mix_labeled", *MIXING, "mix_pool")
 COLUMNS = ("loss", "procedure", *DATA, "batchnorm", "preset", "max_steps", *SWITCHES[:-1])
 NETWORK = ("model", "model_kwargs", "image_size", "trainable", "lora_rank")
-NEEDED = (
-    "run",
-    *COLUMNS,
-    *REPEATS,
-    "settings",
-    "validation_accuracy",
-    "test_labels",
-    "test_predictions",
-    "hash_test",
+ANSWERS = ("validation_accuracy", "test_labels", "test_predictions", "hash_test")
+NEEDED = ("run", *COLUMNS, *REPEATS, "settings", *ANSWERS)
+# Settings that change where and how a run is watched, not what it learns.
+WITHOUT_EFFECT = (
+    *(
+        "data_seed",
+        "output_dir",
+        "data_dir",
+        "disable_tqdm",
+        "report_to",
+        "run_name",
+        "cpu_threads",
+        "use_cpu",
+    ),
+    *("resume_from_checkpoint", "ignore_changed_settings", "per_device_eval_batch_size", "push_to_hub"),
 )
-# what changes where and how a run is watched, not what it learns
-OUTWARD: tuple[str, ...] = (
-    "data_seed",
-    "output_dir",
-    "data_dir",
-    "disable_tqdm",
-    "report_to",
-    "run_name",
-    "cpu_threads",
-    "use_cpu",
-)
-OUTWARD += ("resume_from_checkpoint", "ignore_changed_settings", "per_device_eval_batch_size", "push_to_hub")
-OUTWARD_KINDS = ("logging_", "log_", "save_", "dataloader_", "hub_")
+KINDS_WITHOUT_EFFECT = ("logging_", "log_", "save_", "dataloader_", "hub_")
 
 
 @dataclass(frozen=True)
@@ -82,33 +80,6 @@ class Group:
     @property
     def variant(self) -> str:
         return self.settings["variant"]
-
-
-@dataclass(frozen=True)
-class Interval:
-    """A mean and its 95 % interval, in shares; the ends are NaN where nothing can be said.
-
-    Args:
-        over: what the interval is about: seeds, test images or both.
-    """
-
-    mean: float
-    low: float
-    high: float
-    seeds: int
-    over: str
-
-    @property
-    def answer(self) -> str:
-        if self.low > 0:
-            return "yes"
-        return "no" if self.high < 0 else "cannot tell"
-
-    def __str__(self) -> str:
-        ends = "no interval"
-        if np.isfinite(self.low):
-            ends = f"95 % interval {100 * self.low:+.1f} to {100 * self.high:+.1f} over {self.over}"
-        return f"{100 * self.mean:+.1f} points ({ends}; {count(self.seeds, 'seed')})"
 
 
 @dataclass(frozen=True)
@@ -140,7 +111,7 @@ class Comparison:
     notes: list[str] = field(default_factory=list)
 
 
-def compare(runs: pd.DataFrame, metric: str = METRICS[0]) -> Comparison:
+def compare(runs: pd.DataFrame, metric: str = TEST_METRICS[0]) -> Comparison:
     """Everything that the table supports."""
     check_columns(runs, (*NEEDED, metric))
     if not len(runs):
@@ -163,10 +134,11 @@ def compare(runs: pd.DataFrame, metric: str = METRICS[0]) -> Comparison:
     return found
 
 
-def check_columns(runs: pd.DataFrame, names: Sequence[str]) -> None:
-    if missing := [name for name in names if name not in runs]:
+def check_columns(runs: pd.DataFrame, needed: Sequence[str]) -> None:
+    if missing := [name for name in needed if name not in runs]:
+        names = ", ".join(missing)
         raise ValueError(
-            f"The table has no column {', '.join(missing)}; write it by fixastep sweep, or give folders of runs."
+            f"The table has no column {names}; write it by fixastep sweep, or give folders of runs."
         )
 
 
@@ -175,7 +147,7 @@ def check_columns(runs: pd.DataFrame, names: Sequence[str]) -> None:
 
 def group_runs(runs: pd.DataFrame) -> list[Group]:
     """In the order of data, methods and variants."""
-    settings = [settings_of(run) for _, run in runs.iterrows()]
+    settings = [what_matters(run) for _, run in runs.iterrows()]
     keys = pd.Series([json.dumps(each, sort_keys=True) for each in settings], index=runs.index)
     groups = []
     for key, rows in runs.groupby(keys, sort=False):
@@ -184,17 +156,14 @@ def group_runs(runs: pd.DataFrame) -> list[Group]:
     return sorted(groups, key=order_of)
 
 
-def settings_of(run: pd.Series) -> dict[str, Any]:
+def what_matters(run: pd.Series) -> dict[str, Any]:
     """All that makes a run what it is, but for its seeds and what has no effect in it."""
     given = json.loads(run["settings"])
-    outward = [name for name in given if name in OUTWARD or name.startswith(OUTWARD_KINDS)]
-    given = {name: value for name, value in given.items() if name not in (*outward, *REPEATS, "config")}
-    if "dataset_kwargs" in given:  # text, if it was given on the command line
-        kwargs = (
-            yaml.safe_load(given["dataset_kwargs"])
-            if isinstance(given["dataset_kwargs"], str)
-            else given["dataset_kwargs"]
-        )
+    ignored = {name for name in given if name.startswith(KINDS_WITHOUT_EFFECT)}
+    ignored |= {*WITHOUT_EFFECT, *REPEATS, "config"}
+    given = {name: value for name, value in given.items() if name not in ignored}
+    if "dataset_kwargs" in given:
+        kwargs = read_mapping("dataset_kwargs", given["dataset_kwargs"])
         given["dataset_kwargs"] = {name: value for name, value in kwargs.items() if name != "oracle"} or None
     found = {name: plain(run[name]) for name in COLUMNS}
     if str(found["dataset_config"]).startswith("zeta"):
@@ -270,109 +239,6 @@ def add_difference(
         found.missing.setdefault(reason, []).append(f"{name_of(first)}, {data_of(first)}")
 
 
-# ---- statistics
-
-
-def mean_interval(runs: pd.DataFrame, metric: str) -> Interval:
-    """Student's t over seeds; of a single seed the bootstrap over test images."""
-    values = runs[metric].to_numpy(dtype=float)
-    if len(values) > 1:
-        return Interval(values.mean(), *t_ends(values), len(values), "seeds")
-    draws = image_draws(*answers(runs), metric)[:, 0]
-    return Interval(values[0], *ends(draws), 1, "test images")
-
-
-def difference(first: pd.DataFrame, second: pd.DataFrame, metric: str) -> Interval:
-    """Mean of the paired differences, with an interval from a bootstrap over seeds and test images.
-
-    Resampled seeds alone would say too little of the chance in training: three seeds have a third less
-    variance than the truth, and no tails. So their deviations are stretched as much as Student's t is wider
-    than the normal distribution. Test images are resampled where all runs share them, the same images for
-    all; where each seed has images of its own, resampling seeds has resampled these as well.
-
-    Args:
-        first: runs whose rows fit those of `second`.
-    """
-    by_seed = first[metric].to_numpy(dtype=float) - second[metric].to_numpy(dtype=float)
-    mean, seeds = by_seed.mean(), len(by_seed)
-    shared = same_images(first, second) and first["hash_test"].nunique() == 1
-    if seeds == 1 and not shared:
-        return Interval(mean, np.nan, np.nan, 1, "nothing")
-    draws, over = np.full(DRAWS, mean), []
-    if seeds > 1:
-        over.append("seeds")
-        draws += stretch(seeds) * (seed_weights(seeds) @ by_seed - mean)
-    if shared:
-        over.append("test images")
-        labels, predictions = answers(pd.concat([first, second]))
-        scores = image_draws(labels, predictions, metric)
-        draws += (scores[:, :seeds] - scores[:, seeds:]).mean(1) - mean
-    return Interval(mean, *ends(draws), seeds, " and ".join(over))
-
-
-def paired_runs(first: pd.DataFrame, second: pd.DataFrame) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """The rows of the seeds that both have, in the same order."""
-    common = first.index.intersection(second.index).sort_values()
-    return first.loc[common], second.loc[common]
-
-
-def same_images(first: pd.DataFrame, second: pd.DataFrame) -> bool:
-    """Whether the two runs of each pair were tested on the same images."""
-    return bool(
-        (first["hash_test"].notna() & (first["hash_test"].to_numpy() == second["hash_test"].to_numpy())).all()
-    )
-
-
-def answers(runs: pd.DataFrame) -> tuple[NDArray, NDArray]:
-    """Labels [N] and predictions [R, N] of runs with the same test images."""
-    return np.asarray(runs["test_labels"].iloc[0]), np.stack(
-        [np.asarray(row) for row in runs["test_predictions"]]
-    )
-
-
-def image_draws(labels: NDArray, predictions: NDArray, metric: str) -> NDArray:
-    """The metric of R runs on each bootstrap sample of test images, [DRAWS, R]."""
-    classes = np.unique(labels) if metric == "test_balanced_accuracy" else [None]
-    weights, found = image_weights(len(labels)), []
-    for name in classes:  # of which accuracy has one, all images
-        members = np.ones(len(labels), bool) if name is None else labels == name
-        correct = (predictions == labels)[:, members].T.astype(np.float32)
-        part = weights[:, members].astype(np.float32)  # sums of so few ones are exact
-        with np.errstate(invalid="ignore"):  # a sample without images of a rare class
-            found.append((part @ correct).astype(float) / part.sum(1, keepdims=True, dtype=float))
-    return np.nanmean(found, axis=0)
-
-
-@lru_cache(maxsize=2)
-def image_weights(images: int) -> NDArray:
-    """How often each image is in each sample, [DRAWS, images]; the same for every comparison."""
-    random = np.random.default_rng(SEED)
-    counts = [np.bincount(random.integers(images, size=images), minlength=images) for _ in range(DRAWS)]
-    return np.array(counts, dtype=np.uint16)
-
-
-@lru_cache(maxsize=64)
-def seed_weights(seeds: int) -> NDArray:
-    """The share of each seed in each sample, [DRAWS, seeds]."""
-    return np.random.default_rng([SEED, 1]).multinomial(seeds, np.full(seeds, 1 / seeds), size=DRAWS) / seeds
-
-
-def stretch(seeds: int) -> float:
-    """How much wider Student's interval is than that of resampled seeds."""
-    wider = stats.t.ppf(1 - TAIL, seeds - 1) / stats.norm.ppf(1 - TAIL)
-    return float(wider * np.sqrt(seeds / (seeds - 1)))
-
-
-def t_ends(values: NDArray) -> tuple[float, float]:
-    half = stats.t.ppf(1 - TAIL, len(values) - 1) * values.std(ddof=1) / np.sqrt(len(values))
-    return float(values.mean() - half), float(values.mean() + half)
-
-
-def ends(draws: NDArray) -> tuple[float, float]:
-    low, high = np.quantile(draws, [TAIL, 1 - TAIL])
-    return float(low), float(high)
-
-
 # ---- words
 
 
@@ -383,11 +249,8 @@ def name_of(group: Group) -> str:
     name = METHODS.get(group.method, group.method)
     if group.settings["oracle"]:
         name += " with perfect filtering"
-    return (
-        name
-        if group.variant == BASE
-        else f"{name} {group.variant if group.variant != FIX_A_STEP else '+ Fix-A-Step'}"
-    )
+    endings = {BASE: "", FIX_A_STEP: " + Fix-A-Step"}
+    return name + endings.get(group.variant, f" {group.variant}")
 
 
 def data_of(group: Group) -> str:
@@ -404,9 +267,8 @@ def details(groups: Sequence[Group]) -> list[str]:
     shown = {*DATA, "loss", "procedure", "variant", "gate", "mix_labeled"}
     found = []
     for group in groups:
-        alike = [
-            other for other in groups if (name_of(other), data_of(other)) == (name_of(group), data_of(group))
-        ]
+        heading = name_of(group), data_of(group)
+        alike = [other for other in groups if (name_of(other), data_of(other)) == heading]
         names = sorted({name for other in alike for name in other.settings} - shown)
         varied = [n for n in names if len({json.dumps(other.settings.get(n)) for other in alike}) > 1]
         found.append(", ".join(f"{n} {group.settings.get(n)}" for n in varied))
@@ -435,14 +297,12 @@ def sentences(found: Comparison) -> list[str]:
     return [f"{question} {answer}" for question, answers in questions(found).items() for answer in answers]
 
 
-def as_json(found: Comparison) -> dict[str, Any]:
+def as_dict(found: Comparison) -> dict[str, Any]:
+    """All of it, for a JSON file."""
+
     def named(group: Group) -> dict[str, Any]:
-        return {
-            "name": name_of(group),
-            "variant": group.variant,
-            "data": data_of(group),
-            "settings": group.settings,
-        }
+        words = {"name": name_of(group), "variant": group.variant, "data": data_of(group)}
+        return {**words, "settings": group.settings}
 
     def told(differences: Sequence[Difference]) -> list[dict[str, Any]]:
         return [
@@ -462,11 +322,5 @@ def as_json(found: Comparison) -> dict[str, Any]:
 
 def finite(values: dict[str, Any]) -> dict[str, Any]:
     """JSON has no NaN."""
-    return {
-        name: None if isinstance(value, float) and not np.isfinite(value) else value
-        for name, value in values.items()
-    }
-
-
-def count(number: int, thing: str) -> str:
-    return f"{number} {thing}{'' if number == 1 else 's'}"
+    nothing = {name for name, value in values.items() if isinstance(value, float) and not np.isfinite(value)}
+    return values | dict.fromkeys(nothing)

@@ -1,6 +1,4 @@
-"""Figures of a study from its table of runs, as in the paper; each takes the runs of one data set and label
-count.
-"""
+"""Figures of a study as in the paper, each from the runs of one data set and label count."""
 
 from __future__ import annotations
 
@@ -24,45 +22,40 @@ from hf_fixastep.study.comparison import (
     MIXING,
     VARIANTS,
     Group,
-    Interval,
     group_runs,
     is_full,
-    mean_interval,
     own_base,
 )
+from hf_fixastep.study.statistics import Interval, count, mean_interval
 
 
-# the rest of Okabe and Ito's colours but yellow, which is too light for lines
+# The rest of Okabe and Ito's colours but yellow, which is too light for lines.
 SKY, AMBER, PINK, GREY = "#56B4E9", "#E69F00", "#CC79A7", "#8C8C8C"
 COLOURS = (SKY, ORANGE, GREEN, PINK, AMBER, BLUE, GREY)
 MARKERS = "osD^vPX"
 BARS = {BASE: GREY, "+G": SKY, "+A": AMBER, FIX_A_STEP: BLUE}
-COLUMNS = ("base", "Fix-A-Step", "perfect filtering", "rivals")
-SCORES = {"test_accuracy": "Test accuracy", "test_balanced_accuracy": "Balanced test accuracy"}
+PANELS = ("base", "Fix-A-Step", "perfect filtering", "rivals")
+AXIS_TITLES = {"test_accuracy": "Test accuracy", "test_balanced_accuracy": "Balanced test accuracy"}
 
 
 def plot_zeta(runs: pd.DataFrame, metric: str = "test_accuracy") -> Figure:
-    """Accuracy over the share of foreign classes: base, Fix-A-Step, perfect filtering and rivals side by
-    side.
-    """
+    """Accuracy over the share of foreign classes: base, Fix-A-Step, perfect filtering and rivals."""
     groups = main_groups(group_runs(runs))
-    lines = [group for group in groups if group.settings["zeta"] is not None and column_of(group)]
+    lines = [group for group in groups if group.settings["zeta"] is not None and panel_of(group)]
     zetas = sorted({group.settings["zeta"] for group in lines})
     if len(zetas) < 2:
         raise ValueError("accuracy over zeta needs runs of at least two zeta")
-    names = [name for name in COLUMNS if any(column_of(group) == name for group in lines)]
+    names = [name for name in PANELS if any(panel_of(group) == name for group in lines)]
     figure, panels = beside(len(names), 3.1)
     for axes, name in zip(panels, names, strict=True):
         draw_labeled_only(axes, groups, metric)
-        for method, chosen in by_method([group for group in lines if column_of(group) == name]):
-            draw_band(
-                axes, [(group.settings["zeta"], group.runs[metric]) for group in chosen], **style(method)
-            )
+        for method, chosen in by_method([group for group in lines if panel_of(group) == name]):
+            points = [(group.settings["zeta"], group.runs[metric]) for group in chosen]
+            draw_band(axes, points, **style(method))
         axes.set(title=name, xticks=zetas, xlim=widened(zetas))
-        axes.set_xticklabels(
-            [f"{zeta:g}" if len(names) < 3 or zeta in (0, 50, 100) else "" for zeta in zetas]
-        )
-    panels[0].set_ylabel(SCORES[metric])
+        shown = zetas if len(names) < 3 else (0, 50, 100)
+        axes.set_xticklabels([f"{zeta:g}" if zeta in shown else "" for zeta in zetas])
+    panels[0].set_ylabel(AXIS_TITLES[metric])
     panels[0].yaxis.set_major_formatter(percent)
     note = f"Lines: mean over {seeds_of(groups)}; bands: lowest to highest seed."
     finish(figure, panels, "zeta, percent of unlabeled classes that are foreign", note)
@@ -73,9 +66,10 @@ def plot_ablation(runs: pd.DataFrame, metric: str = "test_accuracy") -> Figure:
     """What mixing and gate do alone and together, a panel for each zeta; bars stand on labeled-only."""
     groups = main_groups(group_runs(runs))
     bars = [group for group in groups if group.variant in BARS and not group.settings["oracle"]]
-    bars = [
-        group for group in bars if len({other.variant for other in bars if other.method == group.method}) > 1
-    ]
+    variants = {
+        group.method: {each.variant for each in bars if each.method == group.method} for group in bars
+    }
+    bars = [group for group in bars if len(variants[group.method]) > 1]
     if not bars:
         raise ValueError("the ablation needs a loss with at least two of base, +G, +A and Fix-A-Step")
     zetas = sorted({group.settings["zeta"] for group in bars}, key=lambda zeta: -1 if zeta is None else zeta)
@@ -85,21 +79,18 @@ def plot_ablation(runs: pd.DataFrame, metric: str = "test_accuracy") -> Figure:
     for axes, zeta in zip(panels, zetas, strict=True):
         tidy(axes)
         floor = draw_labeled_only(axes, groups, metric, band=False)
-        draw_bars(
-            axes, [group for group in bars if group.settings["zeta"] == zeta], methods, floor or 0.0, metric
-        )
+        chosen = [group for group in bars if group.settings["zeta"] == zeta]
+        draw_bars(axes, chosen, methods, floor or 0.0, metric)
         axes.set_title("" if zeta is None else f"zeta {zeta:g}", loc="left", size=10)
         axes.yaxis.set_major_formatter(percent)
-    names = [METHODS.get(method, method) for method in methods]
-    panels[-1].set_xticks(
-        range(len(names)), [name.replace(" ", "\n") for name in names] if len(names) > 4 else names
-    )
+    between = "\n" if len(methods) > 4 else " "
+    names = [METHODS.get(method, method).replace(" ", between) for method in methods]
+    panels[-1].set_xticks(range(len(names)), names)
     panels[-1].set_xlim(-0.6, len(names) - 0.4)
-    figure.supylabel(SCORES[metric], size=10)
-    note = f"Whiskers: 95 % intervals over {what_over(bars, metric)}."
-    finish(
-        figure, panels, "", "Bars stand on labeled-only. " * any(map(is_labeled_only, groups)) + note, ncols=5
-    )
+    figure.supylabel(AXIS_TITLES[metric], size=10)
+    note = "Bars stand on labeled-only. " if any(map(is_labeled_only, groups)) else ""
+    note += f"Whiskers: 95 % intervals over {what_over(bars, metric)}."
+    finish(figure, panels, "", note, ncols=5)
     return figure
 
 
@@ -121,7 +112,7 @@ def plot_sensitivity(runs: pd.DataFrame, metric: str = "test_accuracy") -> Figur
         axes.set_xticks(range(len(family)), pairs)
         axes.set(xlim=(-0.6, len(family) - 0.4))
         axes.set_title(title, size=10)
-    panels[0].set_ylabel(SCORES[metric])
+    panels[0].set_ylabel(AXIS_TITLES[metric])
     panels[0].yaxis.set_major_formatter(percent)
     everything = [group for _, family in found for group in family]
     note = f"Whiskers: 95 % intervals over {what_over(everything, metric)}."
@@ -132,15 +123,12 @@ def plot_sensitivity(runs: pd.DataFrame, metric: str = "test_accuracy") -> Figur
 def plot_gate_over_time(runs: pd.DataFrame, metric: str = "test_accuracy") -> Figure:
     """How often the gate was open and the cosine of the gradients; a line for each loss, or each zeta."""
     groups = [group for group in main_groups(group_runs(runs)) if has_log(group)]
-    full = [group for group in groups if is_full(group)] or [
-        group for group in groups if group.variant == "+G"
-    ]
+    gated = [group for group in groups if group.variant == "+G"]
+    full = [group for group in groups if is_full(group)] or gated
     if not full:
         raise ValueError("the gate over time needs runs with the gate on and their log")
-    methods, zetas = (
-        {group.method for group in full},
-        sorted({group.settings["zeta"] for group in full}, key=str),
-    )
+    methods = {group.method for group in full}
+    zetas = sorted({group.settings["zeta"] for group in full}, key=str)
     if len(methods) > 1 and len(zetas) > 3:
         zetas = sorted(zetas, key=float)
         zetas = [zetas[0], zetas[len(zetas) // 2], zetas[-1]]
@@ -150,11 +138,9 @@ def plot_gate_over_time(runs: pd.DataFrame, metric: str = "test_accuracy") -> Fi
     for column, zeta in enumerate(columns):
         chosen = full if len(methods) == 1 else [group for group in full if group.settings["zeta"] == zeta]
         for number, group in enumerate(chosen):
-            look = (
-                style(group.method)
-                if len(methods) > 1
-                else style_of(number, f"zeta {group.settings['zeta']}")
-            )
+            look = style(group.method)
+            if len(methods) == 1:
+                look = style_of(number, f"zeta {group.settings['zeta']}")
             for axes, name in zip(grid[:, column], ("log_gate_open", "log_cosine"), strict=True):
                 draw_over_time(axes, group, name, **look)
         if zeta is not None:
@@ -163,9 +149,8 @@ def plot_gate_over_time(runs: pd.DataFrame, metric: str = "test_accuracy") -> Fi
         tidy(axes)
     for axes in grid[1]:
         axes.axhline(0, color=BLACK, linewidth=1)
-        axes.xaxis.set_major_locator(
-            MaxNLocator({1: 6, 2: 4}.get(len(columns), 3), integer=True, steps=[1, 2, 5, 10])
-        )
+        ticks = {1: 6, 2: 4}.get(len(columns), 3)
+        axes.xaxis.set_major_locator(MaxNLocator(ticks, integer=True, steps=[1, 2, 5, 10]))
         axes.xaxis.set_major_formatter(THOUSANDS)
     grid[0, 0].set(ylabel="Steps with an open gate")
     grid[0, 0].yaxis.set_major_formatter(percent)
@@ -175,7 +160,7 @@ def plot_gate_over_time(runs: pd.DataFrame, metric: str = "test_accuracy") -> Fi
     return figure
 
 
-FIGURES: dict[str, Callable[[pd.DataFrame, str], Figure]] = {
+STUDY_FIGURES: dict[str, Callable[[pd.DataFrame, str], Figure]] = {
     "accuracy_over_zeta": plot_zeta,
     "ablation": plot_ablation,
     "sensitivity": plot_sensitivity,
@@ -201,10 +186,12 @@ def main_groups(groups: Sequence[Group]) -> list[Group]:
     for group in groups:
         family = families.setdefault((group.method, group.variant, bool(group.settings["oracle"])), {})
         family.setdefault(group.key(without=("zeta",)), []).append(group)
-    chosen = [
-        max(family.values(), key=lambda each: sum(len(g.runs) for g in each)) for family in families.values()
-    ]
+    chosen = [max(family.values(), key=number_of_runs) for family in families.values()]
     return [group for group in groups if any(group is other for each in chosen for other in each)]
+
+
+def number_of_runs(groups: Sequence[Group]) -> int:
+    return sum(len(group.runs) for group in groups)
 
 
 def left_out(runs: pd.DataFrame) -> int:
@@ -213,7 +200,7 @@ def left_out(runs: pd.DataFrame) -> int:
     return len(groups) - len(main_groups(groups))
 
 
-def column_of(group: Group) -> str | None:
+def panel_of(group: Group) -> str | None:
     if group.settings["oracle"]:
         return "perfect filtering" if group.variant == BASE else None
     if group.method in RIVALS:
@@ -247,17 +234,14 @@ def is_labeled_only(group: Group) -> bool:
 
 
 def has_log(group: Group) -> bool:
-    return (
-        group.settings["gate"] != "off"
-        and "log_step" in group.runs
-        and len(group.runs["log_step"].iloc[0]) > 0
-    )
+    runs = group.runs
+    return group.settings["gate"] != "off" and "log_step" in runs and len(runs["log_step"].iloc[0]) > 0
 
 
 def seeds_of(groups: Sequence[Group]) -> str:
-    numbers = sorted({len(group.runs) for group in groups})
-    text = str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]} to {numbers[-1]}"
-    return f"{text} seed{'' if numbers == [1] else 's'}"
+    numbers = [len(group.runs) for group in groups]
+    few, many = min(numbers), max(numbers)
+    return count(many, "seed") if few == many else f"{few} to {count(many, 'seed')}"
 
 
 def what_over(groups: Sequence[Group], metric: str) -> str:
@@ -295,9 +279,8 @@ def draw_labeled_only(axes: Axes, groups: Sequence[Group], metric: str, band: bo
     found = [group.runs[metric] for group in groups if is_labeled_only(group)]
     if not found:
         return None
-    axes.axhline(
-        found[0].mean(), color="black", linestyle="--", linewidth=1.6, label=LABELED_ONLY, zorder=1.5
-    )
+    look: dict[str, Any] = {"color": "black", "linestyle": "--", "linewidth": 1.6, "zorder": 1.5}
+    axes.axhline(found[0].mean(), label=LABELED_ONLY, **look)
     if band:
         axes.axhspan(found[0].min(), found[0].max(), color="black", alpha=0.08, linewidth=0)
     return float(found[0].mean())
@@ -331,17 +314,13 @@ def whiskers(axes: Axes, x: Any, values: Sequence[Interval], fmt: str, **look: A
 
 def draw_over_time(axes: Axes, group: Group, name: str, **look: Any) -> None:
     """Mean over seeds and the range of them, each smoothed over a tenth of the run."""
-    logs = [
-        pd.Series(np.asarray(run[name], dtype=float), np.asarray(run["log_step"]))
-        for _, run in group.runs.iterrows()
-    ]
-    table = pd.concat(logs, axis=1).sort_index()
+    logs = zip(group.runs["log_step"], group.runs[name], strict=True)
+    table = pd.concat([pd.Series(values, steps, dtype=float) for steps, values in logs], axis=1).sort_index()
     table = table.rolling(max(1, len(table) // 10), center=True, min_periods=1).mean()
     every = max(1, len(table) // 6)
     axes.plot(table.index, table.mean(axis=1), linewidth=1.6, markevery=every, markersize=5, **look)
-    axes.fill_between(
-        table.index, table.min(axis=1), table.max(axis=1), color=look["color"], alpha=0.12, linewidth=0
-    )
+    low, high = table.min(axis=1), table.max(axis=1)
+    axes.fill_between(table.index, low, high, color=look["color"], alpha=0.12, linewidth=0)
 
 
 def finish(figure: Figure, panels: Sequence[Axes], label: str, note: str, ncols: int = 4) -> None:

@@ -1,5 +1,4 @@
-"""Pictures from a finished run: its views and mixed images, and which unlabeled images the gate kept or
-dropped.
+"""Pictures from a finished run: its views, its mixed images, and the images that the gate kept or dropped.
 
 fixastep gallery RUN [--out FOLDER]
 """
@@ -18,6 +17,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import torch
+from accelerate.utils import send_to_device
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
@@ -25,7 +25,6 @@ from scipy import stats
 from torch import Tensor
 from transformers.utils import logging
 
-from hf_fixastep import FixAStepTrainer
 from hf_fixastep.data.loader import generator_for
 from hf_fixastep.data.views import VIEWS
 from hf_fixastep.plots import BLACK, ORANGE, WIDTH, percent, tidy
@@ -34,35 +33,30 @@ from hf_fixastep.runs.arguments import parse
 from hf_fixastep.runs.folder import LOG, METRICS, RECIPE
 from hf_fixastep.step.mixing import draw_partners
 from hf_fixastep.study.figures import SKY, save
+from hf_fixastep.trainer import FixAStepTrainer
 
 
-COLUMNS = 6  # images side by side
+IN_A_ROW = 6  # pictures side by side
 
 
 @dataclass
 class GalleryArguments:
     """Where the pictures go."""
 
-    out: str | None = field(
-        default=None, metadata={"help": "Folder of the pictures; by default that of the run."}
-    )
+    out: str | None = field(default=None, metadata={"help": "Folder of the pictures, else that of the run."})
 
 
 def load_run(folder: Path, scratch: str) -> tuple[FixAStepTrainer, dict[str, Any]]:
     """A trainer with the run's settings, data and model, which writes nothing to the run."""
     for name in (RECIPE, METRICS):
         if not (folder / name).is_file():
-            raise ValueError(
-                f"{folder} is no finished run, for it has no {name}; give the output_dir of a training."
-            )
+            raise ValueError(f"{folder} is no finished run, for it has no {name}; give the folder of one.")
     quiet = {"report_to": "none", "disable_tqdm": True, "push_to_hub": False, "resume_from_checkpoint": False}
     changes = {"model": folder.resolve(), "output_dir": scratch} | quiet
     words = [word for name, value in changes.items() for word in (f"--{name}", str(value))]
     trainer, _, _ = training.prepare(["--config", str(folder / RECIPE), *words])
     if trainer.unlabeled is None:
-        raise ValueError(
-            f"{folder} is a labeled-only run, which has no views of unlabeled images and no gate."
-        )
+        raise ValueError(f"{folder} is a labeled-only run, which has no unlabeled images and no gate.")
     return trainer, json.loads((folder / METRICS).read_text())
 
 
@@ -85,7 +79,8 @@ def mix_first_batch(trainer: FixAStepTrainer) -> Mixed | None:
     """Phase 1 on the first batch of the run, with the trained model as the guesser."""
     if not trainer.mix_labeled:
         return None
-    args, inputs = trainer.args, trainer._prepare_inputs(next(iter(trainer.get_train_dataloader())))
+    args = trainer.args
+    inputs: Any = send_to_device(next(iter(trainer.get_train_dataloader())), args.device)
     trainer.model.train()  # guesses use the statistics of the batch, as in the training
     batch, step = trainer.make_batch(inputs), inputs["step"]
     mixed = trainer.mix(trainer.model, batch, step)
@@ -103,24 +98,19 @@ def mix_first_batch(trainer: FixAStepTrainer) -> Mixed | None:
 
 
 def plot_augmentations(trainer: FixAStepTrainer) -> Figure:
-    """Unlabeled images and three views of each; labeled images, their partners, the mixtures and soft labels."""
-    args, unlabeled = trainer.args, trainer.unlabeled
-    assert unlabeled is not None
-    pixels = unlabeled.pixels[:COLUMNS]
+    """Unlabeled images with three views of each; labeled images, partners, mixtures and their labels."""
+    args, pixels = trainer.args, unlabeled_pixels(trainer)[:IN_A_ROW]
     views = trainer.views(VIEWS, pixels, generator_for(args.seed, args.process_index, 0, "unlabeled"))
     rows = [("unlabeled", trainer.views.plain(pixels)), ("weak", views["weak"]), ("weak", views["weak_2"])]
     rows += [("strong", views["strong"])]
     mixed = mix_first_batch(trainer)
     if mixed is not None:
-        chosen = torch.linspace(0, len(mixed.shares) - 1, min(COLUMNS, len(mixed.shares))).long()
-        rows += [
-            ("labeled", mixed.images[chosen]),
-            ("partner", mixed.partners[chosen]),
-            ("mixed", mixed.mixed[chosen]),
-        ]
+        chosen = torch.linspace(0, len(mixed.shares) - 1, min(IN_A_ROW, len(mixed.shares))).long()
+        mixing = {"labeled": mixed.images, "partner": mixed.partners, "mixed": mixed.mixed}
+        rows += [(name, images[chosen]) for name, images in mixing.items()]
     heights = [1.0] * len(rows) + ([0.75] if mixed is not None else [])
     figure = Figure((WIDTH, 1.08 * sum(heights) + 0.4), facecolor="white", layout="constrained")
-    grid = figure.subplots(len(heights), COLUMNS, squeeze=False, height_ratios=heights)
+    grid = figure.subplots(len(heights), IN_A_ROW, squeeze=False, height_ratios=heights)
     for line, (name, images) in zip(grid, rows, strict=False):
         draw_row(line, name, [to_picture(image, trainer) for image in images])
     if mixed is not None:
@@ -129,6 +119,11 @@ def plot_augmentations(trainer: FixAStepTrainer) -> Figure:
             axes.set_title(f"{share:.0%} + {1 - share:.0%}", size=9, pad=3)
         draw_labels(grid[-1], mixed.labels[chosen], trainer.class_names)
     return figure
+
+
+def unlabeled_pixels(trainer: FixAStepTrainer) -> Tensor:
+    assert trainer.unlabeled is not None  # load_run has seen to that
+    return trainer.unlabeled.pixels
 
 
 def draw_row(line: Sequence[Axes], name: str, pictures: Sequence[NDArray]) -> None:
@@ -188,15 +183,14 @@ class Tally:
     def by_chance(self, batches: Any) -> Any:
         """How many kept batches an image would have if it made no difference: a sample of all batches.
 
-        That is nearly the binomial distribution where an image is in few of the batches, and narrower where
-        in many.
+        That is nearly the binomial distribution for an image in few batches, and narrower for one in many.
         """
         return stats.hypergeom(self.steps, round(self.kept_share * self.steps), batches)
 
 
 def decisions(log: pd.DataFrame) -> dict[int, bool]:
     """Whether the gate was open, by step from 1 on; a window of the log ends with its own step."""
-    found = {}
+    found: dict[int, bool] = {}
     for step, words in log.dropna(subset=["gate/cosines"])[["step", "gate/cosines"]].itertuples(index=False):
         cosines = [float(word) for word in str(words).split()]
         found |= {int(step) - len(cosines) + 1 + i: cosine > 0 for i, cosine in enumerate(cosines)}
@@ -221,18 +215,11 @@ def check_gate(trainer: FixAStepTrainer, facts: dict[str, Any]) -> None:
 def tally(trainer: FixAStepTrainer, log: pd.DataFrame) -> Tally:
     """Replay the draws, which are a pure function of the seed and the step, without touching an image."""
     opened = decisions(log) if "gate/cosines" in log else {}
-    if not opened or len(set(opened.values())) == 1:
-        kept = (
-            "nothing is known of"
-            if not opened
-            else "kept all of"
-            if opened[min(opened)]
-            else "dropped all of"
-        )
-        raise ValueError(f"No gate_images: the gate {kept} the {len(opened)} batches in the log.")
+    if len(set(opened.values())) < 2:
+        did = "kept" if any(opened.values()) else "dropped" if opened else "decided on"
+        raise ValueError(f"No gate_images: the gate {did} all of the {len(opened)} batches in the log.")
     sampler: Any = trainer.get_train_dataloader().batch_sampler
-    assert trainer.unlabeled is not None
-    batches, kept_batches = (np.zeros(len(trainer.unlabeled), dtype=np.int64) for _ in range(2))
+    batches, kept_batches = np.zeros((2, len(unlabeled_pixels(trainer))), dtype=np.int64)
     for epoch in range(-(-max(opened) // sampler.steps_per_epoch)):
         sampler.set_epoch(epoch)
         for draw in sampler:
@@ -247,18 +234,15 @@ def plot_gate_images(found: Tally, trainer: FixAStepTrainer) -> Figure:
     seen = np.flatnonzero(found.batches)
     order = seen[np.argsort(found.surprise[seen], kind="stable")]
     figure = Figure((WIDTH, 6.2), facecolor="white", layout="constrained")
-    upper, lower = figure.subfigures(2, height_ratios=[1, 1])
-    grid = upper.subplots(2, COLUMNS, squeeze=False)
-    for line, name, rows in zip(
-        grid, ("most often\ndropped", "most often\nkept"), (order, order[::-1]), strict=True
-    ):
-        assert trainer.unlabeled is not None
-        images = trainer.views.plain(trainer.unlabeled.pixels[rows[:COLUMNS].copy()])
-        draw_row(line, name, [to_picture(image, trainer) for image in images])
+    halves: Any = figure.subfigures(2, height_ratios=[1, 1])
+    upper, lower = halves
+    grid = upper.subplots(2, IN_A_ROW, squeeze=False)
+    for line, name, rows in zip(grid, ("dropped", "kept"), (order, order[::-1]), strict=True):
+        images = trainer.views.plain(unlabeled_pixels(trainer)[rows[:IN_A_ROW].copy()])
+        draw_row(line, f"most often\n{name}", [to_picture(image, trainer) for image in images])
         for axes, row in zip(line, rows, strict=False):
-            axes.set_title(
-                f"{found.kept[row] / found.batches[row]:.0%} of {found.batches[row]}", size=9, pad=3
-            )
+            share = found.kept[row] / found.batches[row]
+            axes.set_title(f"{share:.0%} of {found.batches[row]}", size=9, pad=3)
     draw_shares(lower.subplots(), found, seen)
     lower.supxlabel(chance_in_words(found, seen), size=9)
     return figure
@@ -272,13 +256,8 @@ def draw_shares(axes: Axes, found: Tally, seen: NDArray) -> None:
     low, high = np.round(shares.min() / width) - 2, np.round(shares.max() / width) + 2
     edges = width * (np.arange(max(low, 0), min(high, np.round(1 / width)) + 2) - 0.5)
     axes.hist(shares, edges, color=SKY, label="images")
-    axes.stairs(
-        np.histogram(expected, edges, weights=weights)[0],
-        edges,
-        color=ORANGE,
-        linewidth=1.8,
-        label="by chance",
-    )
+    by_chance = np.histogram(expected, edges, weights=weights)[0]
+    axes.stairs(by_chance, edges, color=ORANGE, linewidth=1.8, label="by chance")
     axes.axvline(found.kept_share, color=BLACK, linewidth=1.2, linestyle="--", label="all batches")
     axes.xaxis.set_major_formatter(percent)
     axes.set(ylabel="Unlabeled images", xlabel="Share of an image's batches that the gate kept")
@@ -300,10 +279,11 @@ def chance_in_words(found: Tally, seen: NDArray) -> str:
     chances, shares = found.by_chance(batches), found.kept[seen] / found.batches[seen]
     low, high = chances.ppf([1 / (images + 1), images / (images + 1)]) / batches
     text = (
-        f"The gate kept {found.kept_share:.0%} of {found.steps:,} batches. By chance alone an image in {batches} of "
-        f"them would be at {found.kept_share:.0%}, give or take {100 * chances.std() / batches:.1f} points (found: "
-        f"{100 * shares.std():.1f}), and the most extreme of {images:,} images near {low:.0%} and {high:.0%} "
-        f"(found: {shares.min():.0%} and {shares.max():.0%})."
+        f"The gate kept {found.kept_share:.0%} of {found.steps:,} batches. By chance alone an image in "
+        f"{batches} of them would be at {found.kept_share:.0%}, give or take "
+        f"{100 * chances.std() / batches:.1f} points (found: {100 * shares.std():.1f}), and the most "
+        f"extreme of {images:,} images near {low:.0%} and "
+        f"{high:.0%} (found: {shares.min():.0%} and {shares.max():.0%})."
     )
     return textwrap.fill(text, 90)
 
@@ -312,9 +292,7 @@ def main(argv: list[str]) -> None:
     logging.disable_progress_bar()
     try:
         if not argv or argv[0].startswith("--"):
-            raise ValueError(
-                "The first argument has to be the folder of a finished run, such as runs/quickstart."
-            )
+            raise ValueError("Give the folder of a finished run first, such as runs/quickstart.")
         folder, (args, _) = Path(argv[0]), parse((GalleryArguments,), argv[1:])
         out = Path(args.out) if args.out else folder
         with tempfile.TemporaryDirectory() as scratch:

@@ -1,22 +1,21 @@
-"""Instruments of benchmark.py: what takes turns, what convolutions a step runs, what it reads and what it
-keeps.
-"""
+"""Instruments of the benchmark: steps without a loop, who takes turns, what a step multiplies and reads."""
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import warnings
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from accelerate.utils import send_to_device
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
+from transformers import TrainerCallback
+
+from hf_fixastep._compat.dispatch import HOST_READS, TorchDispatchMode
+from hf_fixastep.trainer import FixAStepTrainer
 
 
 Job = Callable[[], Any]
@@ -40,8 +39,7 @@ def over(above: Sequence[float], below: Sequence[float], factor: float = 1.0) ->
 
 
 class Convolutions(TorchDispatchMode):
-    """Notes every convolution and matrix product that runs inside, forward and backward; called, repeats
-    them.
+    """Notes every convolution and matrix product inside, forward and backward; a call repeats them.
 
     Repeated are their order, the shapes, strides and types of the operands, and which gradients are computed.
     Operands of one shape share their memory, which can only make the repetition faster than the step was.
@@ -49,10 +47,8 @@ class Convolutions(TorchDispatchMode):
 
     aten = torch.ops.aten
     operations = {
-        aten.convolution.default,
-        aten.convolution_backward.default,
-        aten.addmm.default,
-        aten.mm.default,
+        *(aten.convolution.default, aten.convolution_backward.default),
+        *(aten.addmm.default, aten.mm.default),
     }
 
     def __init__(self) -> None:
@@ -62,15 +58,15 @@ class Convolutions(TorchDispatchMode):
         self.flops = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in self.operations:
-            arguments = [self._operand(at, a) if isinstance(a, Tensor) else a for at, a in enumerate(args)]
-            self.calls.append((func, arguments, torch.is_grad_enabled()))
         output = func(*args, **(kwargs or {}))
         if func in self.operations:
+            arguments = [self.operand(at, a) if isinstance(a, Tensor) else a for at, a in enumerate(args)]
+            self.calls.append((func, arguments, torch.is_grad_enabled()))
             self.flops += flop_registry[func.overloadpacket](*args, **(kwargs or {}), out_val=output)
         return output
 
-    def _operand(self, position: int, tensor: Tensor) -> Tensor:
+    def operand(self, position: int, tensor: Tensor) -> Tensor:
+        """Random values that lie in memory as `tensor` does."""
         shape, stride = tensor.shape, tensor.stride()
         key = (position, shape, stride, tensor.dtype)
         if key not in self.operands:
@@ -86,15 +82,12 @@ class Convolutions(TorchDispatchMode):
 
 
 class HostReads(TorchDispatchMode):
-    """Counts how often a value is fetched from a tensor: `.item()`, `if tensor:`, `float(tensor)`,
-    `torch.equal`.
-    """
+    """Counts how often a value is fetched from a tensor, such as by `.item()` or `if tensor:`."""
 
-    operations = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default}
     count = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += func in self.operations
+        self.count += func in HOST_READS
         return func(*args, **(kwargs or {}))
 
 
@@ -110,60 +103,6 @@ def count_device_waits(job: Job) -> int:
     return sum("synchronizing" in str(warning.message) for warning in caught)
 
 
-class Activations(torch.autograd.graph.saved_tensors_hooks):
-    """Bytes that autograd keeps for backward passes, now and at most; a storage counts once, parameters
-    never.
-    """
-
-    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
-        self.parameters = {p.untyped_storage().data_ptr() for p in parameters}
-        self.users: Counter[int] = Counter()
-        self.now = self.peak = 0
-        super().__init__(lambda tensor: Kept(tensor, self), lambda kept: kept.tensor)
-
-    def change(self, tensor: Tensor, users: int) -> None:
-        storage = tensor.untyped_storage()
-        before = self.users[storage.data_ptr()]
-        self.users[storage.data_ptr()] += users
-        if storage.data_ptr() not in self.parameters and 0 in (before, before + users):
-            self.now += users * storage.nbytes()
-            self.peak = max(self.peak, self.now)
-
-
-class Kept:
-    """A tensor that a graph holds; gone when the graph is, or its backward pass is over."""
-
-    def __init__(self, tensor: Tensor, meter: Activations) -> None:
-        self.tensor, self.meter = tensor, meter
-        meter.change(tensor, 1)
-
-    def __del__(self) -> None:
-        self.meter.change(self.tensor, -1)
-
-
-def peak_memory(job: Job, device: str) -> float | None:
-    """Bytes by which the memory of the device, or of this process, grows at most; None where the system is
-    silent.
-    """
-    if device == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        job()
-        return torch.cuda.max_memory_allocated() - before
-    if not Path("/proc/self/clear_refs").exists():
-        return None
-    ctypes.CDLL(None).malloc_trim(0)  # else the job starts with what others have freed
-    Path("/proc/self/clear_refs").write_text("5")  # forgets the peak
-    before = read_status("VmRSS")
-    job()
-    return read_status("VmHWM") - before
-
-
-def read_status(name: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return 1024 * int(next(line for line in lines if line.startswith(name)).split()[1])
-
-
 @contextlib.contextmanager
 def silence() -> Iterator[None]:
     """Processes inside do not talk: collectives return at once and change nothing."""
@@ -176,3 +115,81 @@ def silence() -> Iterator[None]:
     finally:
         for name, collective in collectives.items():
             setattr(dist, name, collective)
+
+
+# ---- steps
+
+
+class Caught(Exception):
+    """The Trainer's loop has come to its first step."""
+
+
+class Ready:
+    """A trainer that is ready to step, and a batch to step on, without the Trainer's loop."""
+
+    model: Any  # as the loop has it, maybe wrapped
+    inputs: dict[str, Any]
+
+    def __init__(self, trainer: Any) -> None:
+        self.trainer = trainer
+        trainer.training_step = self.catch
+        with contextlib.suppress(Caught):
+            trainer.train()
+        del trainer.training_step
+        trainer.unlabeled_weight = trainer.args.unlabeled_weight
+
+    def catch(self, model: nn.Module, inputs: dict[str, Any], *args: Any) -> None:
+        """Stands in for the first step: by now everything has been made."""
+        self.model, self.inputs = model, send_to_device(inputs, self.trainer.args.device)
+        raise Caught
+
+    def step(self) -> None:
+        self.trainer.training_step(self.model, self.inputs)
+        self.update()
+
+    def base_step(self) -> None:
+        """The base method as one would write it alone: one backward pass of the weighted sum."""
+        trainer = self.trainer
+        self.model.train()
+        losses = trainer.loss(self.model, trainer.make_batch(self.inputs), trainer.teacher.model)
+        trainer.accelerator.backward(losses.labeled + trainer.unlabeled_weight * losses.unlabeled)
+        self.update()
+
+    def update(self) -> None:
+        self.trainer.optimizer.step()
+        self.trainer.lr_scheduler.step()
+        self.model.zero_grad()
+        self.trainer.teacher.update(self.trainer.core_model)
+
+
+class Idle(FixAStepTrainer):
+    """Its steps compute nothing: what is left is the loop."""
+
+    zeros: dict[nn.Parameter, Tensor]
+
+    def training_step(
+        self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None
+    ) -> Tensor:
+        if not hasattr(self, "zeros"):
+            self.zeros = {parameter: torch.zeros_like(parameter) for parameter in model.parameters()}
+        for parameter, gradient in self.zeros.items():
+            parameter.grad = gradient
+        return torch.zeros((), device=self.args.device)
+
+
+class Alternate(TrainerCallback):
+    """Runs a job after every step of the Trainer's loop and times both; the first of each warms up."""
+
+    def __init__(self, job: Job, now: Clock) -> None:
+        self.job, self.now = job, now
+        self.start: float | None = None
+        self.times: dict[str, list[float]] = {"loop": [], "job": []}
+
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        before = self.now()
+        self.job()
+        after = self.now()
+        if self.start is not None:
+            self.times["loop"].append(before - self.start)
+            self.times["job"].append(after - before)
+        self.start = self.now()

@@ -18,28 +18,17 @@ from hf_fixastep.runs.recipe import read_mapping, read_yaml
 
 TABLE = "results.parquet"
 FINISHED = "finished.json"  # written last; a run without it is not finished for a sweep
-SETTINGS = (
-    "dataset",
-    "labels_per_class",
-    "batchnorm",
-    "mix_alpha",
-    "mix_temperature",
-    "mix_per_batch",
-    "preset",
+SETTING_COLUMNS = (
+    *("dataset", "labels_per_class", "batchnorm", "mix_alpha", "mix_temperature", "mix_per_batch", "preset"),
+    *("seed", "split_seed", "max_steps"),
 )
-SETTINGS += ("seed", "split_seed", "max_steps")
-# What says nothing about a run: where it lies, and how it was watched and continued.
-OUTWARD = ("data_dir", "output_dir", "resume_from_checkpoint", "disable_tqdm")
+# Settings that are no part of a run's fingerprint: where it lies, and how it was watched and continued.
+NOT_FINGERPRINTED = ("data_dir", "output_dir", "resume_from_checkpoint", "disable_tqdm")
 FACTS = (
-    "procedure",
-    "loss",
-    "gate",
-    "mix_labeled",
-    "steps",
-    "best_step",
-    "gate_open_rate",
-    "test_calibration_error",
+    *("procedure", "loss", "gate", "mix_labeled"),
+    *("steps", "best_step", "gate_open_rate", "test_calibration_error"),
 )
+SPLITS = ("labeled", "unlabeled", "validation", "test")
 MEASURES = ("accuracy", "balanced_accuracy")
 SCORES = tuple(
     f"{raw}{split}_{name}" for raw in ("", "raw_") for split in ("validation", "test") for name in MEASURES
@@ -47,9 +36,7 @@ SCORES = tuple(
 
 
 def read_runs(paths: Sequence[str | Path]) -> pd.DataFrame:
-    """All runs in tables, in folders of sweeps and in single run folders; a run that is named twice counts
-    once.
-    """
+    """All runs in tables, folders of sweeps and folders of runs; a run that is named twice counts once."""
     tables = []
     for path in map(Path, paths):
         if path.suffix == ".parquet" and path.is_file():
@@ -60,8 +47,8 @@ def read_runs(paths: Sequence[str | Path]) -> pd.DataFrame:
             tables.append(pd.DataFrame([read_run(path)]))
         else:
             raise ValueError(
-                f"{path} is no table of results, no folder of a sweep and no finished run; give a {TABLE}, a folder "
-                f"that holds one, or the folder of a run that has a {METRICS}."
+                f"{path} is no table of results, no folder of a sweep and no finished run; give a {TABLE}, a "
+                f"folder that holds one, or the folder of a run that has a {METRICS}."
             )
     if not tables:
         raise ValueError("No runs are named; give tables of results, folders of sweeps, or folders of runs.")
@@ -93,14 +80,13 @@ def read_run(folder: Path) -> dict[str, Any]:
         "dataset_config": data["config"],
         "zeta": zeta_of(data["config"]),
         "oracle": bool(read_mapping("dataset_kwargs", recipe.get("dataset_kwargs")).get("oracle")),
-        "settings": json.dumps({name: recipe[name] for name in sorted(recipe) if name not in OUTWARD}),
+        "settings": json.dumps(
+            {name: recipe[name] for name in sorted(recipe) if name not in NOT_FINGERPRINTED}
+        ),
         **{name: facts.get(name) for name in SCORES},
         "test_labels": answers["label"].tolist(),
         "test_predictions": answers["prediction"].tolist(),
-        **{
-            f"hash_{name}": data["hashes"].get(name)
-            for name in ("labeled", "unlabeled", "validation", "test")
-        },
+        **{f"hash_{name}": data["hashes"].get(name) for name in SPLITS},
         **curves(pd.read_csv(folder / LOG)),
         "seconds": finished.get("seconds"),
         "resumed": finished.get("resumed"),
@@ -121,8 +107,8 @@ def variant(facts: dict[str, Any]) -> str:
 def settings_of(recipe: dict[str, Any], loss: str) -> dict[str, Any]:
     """What was given, and otherwise what the preset and the defaults say."""
     filled = preset(recipe.get("preset", "paper"), loss, recipe.get("procedure"))
-    defaults = {name: getattr(FixAStepConfig, name, None) for name in SETTINGS} | {"split_seed": 0}
-    return {name: {**defaults, **filled, **recipe}[name] for name in SETTINGS}
+    defaults = {name: getattr(FixAStepConfig, name, None) for name in SETTING_COLUMNS} | {"split_seed": 0}
+    return {name: {**defaults, **filled, **recipe}[name] for name in SETTING_COLUMNS}
 
 
 def zeta_of(config: str | None) -> float:

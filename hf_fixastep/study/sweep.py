@@ -1,7 +1,9 @@
 """Run a grid of trainings, each in a process of its own, and collect them in one table.
 
-fixastep sweep --config recipes/sweeps/digits.yaml [--profile cpu] [--jobs 2] [--shard 0/4] [--key
-value ...]
+    fixastep sweep --config sweeps/digits [--profile cpu] [--jobs 2] [--shard 0/4] [--key value ...]
+
+A file of a sweep names grids of settings; recipes/sweeps holds some. A sweep that was stopped goes on where
+it was, and several may share a folder.
 """
 
 from __future__ import annotations
@@ -32,20 +34,21 @@ from typing import Any
 import yaml
 from filelock import FileLock, Timeout
 
-from hf_fixastep import FixAStepConfig
 from hf_fixastep.checkpoints import checkpoints
 from hf_fixastep.checks import check_choice
+from hf_fixastep.config import FixAStepConfig
 from hf_fixastep.disk import write_atomically
 from hf_fixastep.procedures.rounds import PROCEDURE
 from hf_fixastep.runs import training
-from hf_fixastep.runs.arguments import parse
+from hf_fixastep.runs.arguments import DataArguments, ModelArguments, parse
 from hf_fixastep.runs.folder import METRICS
-from hf_fixastep.runs.recipe import read, read_recipe, read_yaml
-from hf_fixastep.study.results import FINISHED, OUTWARD, TABLE, read_run, write_table
+from hf_fixastep.runs.recipe import read, read_recipe
+from hf_fixastep.study.results import FINISHED, NOT_FINGERPRINTED, TABLE, read_run, write_table
 
 
-TYPES = (training.DataArguments, training.ModelArguments, FixAStepConfig)
-SETTINGS, LOG, CLAIM = "settings.yaml", "train.log", "_claim"
+TYPES = (DataArguments, ModelArguments, FixAStepConfig)
+# Files in the folder of each run, besides those that any run leaves.
+SETTINGS_FILE, TRAIN_LOG, CLAIM = "settings.yaml", "train.log", "_claim"
 TAKEN = 75  # exit code of a run that another sweep is at
 POLL = 5.0  # seconds between looks at such a run
 
@@ -74,9 +77,7 @@ def expand(grid: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def choices(axis: str, values: Any) -> Iterator[tuple[str, dict[str, Any]]]:
-    """A list holds values of the setting, or of several, that the axis names; a mapping names sets of
-    settings.
-    """
+    """Of a list, each value of the settings that the axis names; of a mapping, each named set of settings."""
     if isinstance(values, dict):
         for name, settings in values.items():
             yield str(name), settings or {}
@@ -90,8 +91,8 @@ def choices(axis: str, values: Any) -> Iterator[tuple[str, dict[str, Any]]]:
         yield f"{names[0]}{value}", dict.fromkeys(names, value)
 
 
-def recipe(settings: dict[str, Any]) -> dict[str, Any]:
-    """The settings on top of those of the recipe file that they name."""
+def with_recipe(settings: dict[str, Any]) -> dict[str, Any]:
+    """The settings on top of those of the recipe that they name."""
     settings = dict(settings)
     path = settings.pop("config", None)
     return settings if path is None else cached_recipe(path) | settings
@@ -113,7 +114,7 @@ def plan(file: dict[str, Any], profile: str | None, overrides: dict[str, Any]) -
     runs, seen = {}, set()
     for grid in chosen.get("grids") or file["grids"]:
         for name, settings in expand(grid):
-            whole = recipe(shared | settings | overrides)
+            whole = with_recipe(shared | settings | overrides)
             mark = fingerprint(whole)
             if mark not in seen:
                 seen.add(mark)
@@ -122,8 +123,8 @@ def plan(file: dict[str, Any], profile: str | None, overrides: dict[str, Any]) -
 
 
 def fingerprint(settings: dict[str, Any]) -> str:
-    """Of everything that makes a run what it is: another setting is another run."""
-    known = {name: value for name, value in settings.items() if name not in OUTWARD}
+    """A hash of everything that makes a run what it is: another setting is another run."""
+    known = {name: value for name, value in settings.items() if name not in NOT_FINGERPRINTED}
     return hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:8]
 
 
@@ -142,8 +143,8 @@ def command_line(argv: list[str]) -> tuple[Path, SweepArguments, dict[str, dict[
     given = {name.removeprefix("--"): text for name, text in zip(words[::2], words[1::2], strict=True)}
     path = given.pop("config", None)
     if path is None:
-        raise ValueError("No sweep is named; give --config recipes/sweeps/NAME.yaml.")
-    file = read_yaml(path)
+        raise ValueError("No sweep is named; give --config sweeps/digits, or the path of a file.")
+    file = read_recipe(path)
     if not isinstance(file.get("grids"), list):
         raise ValueError(f"{path} has no list of grids, so it is not a sweep; those are in recipes/sweeps/.")
     own = [name for name in given if name in {f.name for f in dataclasses.fields(SweepArguments)}]
@@ -160,14 +161,12 @@ def command_line(argv: list[str]) -> tuple[Path, SweepArguments, dict[str, dict[
 
 def check(runs: dict[str, dict[str, Any]]) -> None:
     """Settings are read as the training will read them, before the first one starts; once for all seeds."""
-    kinds = {
-        fingerprint(settings | {"seed": 0, "split_seed": 0}): name
-        for name, settings in reversed(runs.items())
-    }
+    seeds = {"seed": 0, "split_seed": 0}
+    kinds = {fingerprint(settings | seeds): name for name, settings in reversed(runs.items())}
     with tempfile.TemporaryDirectory() as folder:
         for name in reversed(kinds.values()):
             settings = runs[name]
-            path = Path(folder) / SETTINGS
+            path = Path(folder) / SETTINGS_FILE
             path.write_text(yaml.safe_dump(settings))
             try:
                 parse(TYPES, ["--config", str(path), "--output_dir", folder])
@@ -186,14 +185,21 @@ def work(folder: Path, settings: dict[str, Any], sweep: Connection) -> None:
             return
         signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
         threading.Thread(target=stop_with, args=(sweep,), daemon=True).start()
-        log = os.open(folder / LOG, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        log = os.open(folder / TRAIN_LOG, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(log, 1)
         os.dup2(log, 2)
         start, resumed = time.monotonic(), bool(checkpoints(folder) or (folder / PROCEDURE).is_file())
         if not resumed:
             (folder / METRICS).unlink(missing_ok=True)
-        (folder / SETTINGS).write_text(yaml.safe_dump(settings))
-        argv = ["--config", str(folder / SETTINGS), "--output_dir", str(folder), "--disable_tqdm", "true"]
+        (folder / SETTINGS_FILE).write_text(yaml.safe_dump(settings))
+        argv = [
+            "--config",
+            str(folder / SETTINGS_FILE),
+            "--output_dir",
+            str(folder),
+            "--disable_tqdm",
+            "true",
+        ]
         training.main([*argv, "--resume_from_checkpoint", "true"] if resumed else argv)
         facts = {"seconds": round(time.monotonic() - start, 1), "resumed": resumed}
         with write_atomically(folder / FINISHED) as partial:
@@ -250,10 +256,8 @@ class Sweep:
         self.folder.mkdir(parents=True, exist_ok=True)
         self.collect()
         waiting = deque(name for name in self.runs if name not in self.rows)
-        print(
-            f"{len(self.runs)} runs in {self.folder}, {len(self.runs) - len(waiting)} finished already",
-            flush=True,
-        )
+        done = len(self.runs) - len(waiting)
+        print(f"{len(self.runs)} runs in {self.folder}, {done} finished already", flush=True)
         try:
             while waiting or self.active:
                 while len(self.active) < self.jobs and (name := self.free_run(waiting)):
@@ -276,9 +280,7 @@ class Sweep:
             self.collect()
 
     def free_run(self, waiting: deque[str]) -> str | None:
-        """The first run to be done that no other sweep is at; those that another one has finished are
-        dropped.
-        """
+        """The first run that no other sweep is at; those that another sweep has finished are dropped."""
         for name in list(waiting):
             folder = self.folder / name
             if (folder / FINISHED).is_file() or not is_claimed(folder):
@@ -289,9 +291,8 @@ class Sweep:
 
     def start(self, name: str) -> None:
         theirs, ours = self.context.Pipe(duplex=False)
-        process = self.context.Process(
-            target=work, args=(self.folder / name, self.runs[name], theirs), name=name
-        )
+        what = self.folder / name, self.runs[name], theirs
+        process = self.context.Process(target=work, args=what, name=name)
         process.start()
         theirs.close()
         self.active[name] = process, ours
@@ -331,7 +332,7 @@ class Sweep:
         """What failed, each with the end of its log."""
         lines = []
         for name in self.failed:
-            log = self.folder / name / LOG
+            log = self.folder / name / TRAIN_LOG
             text = log.read_text(errors="replace").strip().splitlines() if log.is_file() else []
             lines.append(f"{name}: {text[-1] if text else 'no output'} ({log})")
         return "\n".join(lines)
@@ -355,6 +356,5 @@ def main(argv: list[str]) -> None:
         sys.exit(130)
     print(f"{len(sweep.rows)} of {len(every)} runs are in {folder / TABLE}.")
     if sweep.failed:
-        sys.exit(
-            f"error: {len(sweep.failed)} runs failed; the same command tries them again.\n{sweep.report()}"
-        )
+        failed = f"{len(sweep.failed)} runs failed; the same command tries them again."
+        sys.exit(f"error: {failed}\n{sweep.report()}")

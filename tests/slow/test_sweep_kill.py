@@ -30,17 +30,9 @@ def start(folder: Path, *more: str, grid: dict = GRID) -> subprocess.Popen:
     folder.mkdir(parents=True, exist_ok=True)
     path = folder.parent / "grid.yaml"
     path.write_text(yaml.safe_dump(grid))
-    command = [
-        sys.executable,
-        *("-m", "hf_fixastep", "sweep"),
-        "--config",
-        str(path),
-        "--output_dir",
-        str(folder),
-    ]
-    return subprocess.Popen(
-        [*command, *more], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT
-    )
+    words = ["-m", "hf_fixastep", "sweep", "--config", str(path), "--output_dir", str(folder), *more]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return subprocess.Popen([sys.executable, *words], cwd=ROOT, **pipes)
 
 
 def finish(process: subprocess.Popen) -> str:

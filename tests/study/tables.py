@@ -92,9 +92,7 @@ def study(
     rivals: Sequence[str] = (),
     oracle: bool = False,
 ) -> pd.DataFrame:
-    """A study of known outcome: LEVELS, a point more for each further loss, and less with more foreign
-    images.
-    """
+    """A study of known outcome: LEVELS, a point more for each loss, and less with more foreign images."""
     rows = []
     for seed in range(seeds):
         noise = 0.01 * seed

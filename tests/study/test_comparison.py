@@ -8,18 +8,15 @@ import pandas as pd
 import pytest
 from sklearn.metrics import balanced_accuracy_score
 
-from hf_fixastep.study import comparison
-from hf_fixastep.study.comparison import (
-    compare,
-    details,
+from hf_fixastep.study.comparison import TEST_METRICS, as_dict, compare, details, name_of, sentences
+from hf_fixastep.study.statistics import (
+    DRAWS,
     difference,
     image_draws,
     image_weights,
     mean_interval,
-    name_of,
     paired_runs,
     seed_weights,
-    sentences,
     stretch,
 )
 from tests.study.tables import run, study
@@ -46,12 +43,12 @@ def answered(correct: np.ndarray, seed: int = 0, hash_test: str = "same") -> dic
 # ---- statistics
 
 
-@pytest.mark.parametrize("metric", comparison.METRICS)
+@pytest.mark.parametrize("metric", TEST_METRICS)
 def test_resampled_images_give_what_a_loop_gives(metric: str) -> None:
     random = np.random.default_rng(3)
     labels, predictions = random.integers(3, size=50), random.integers(3, size=(2, 50))
     draws, weights = image_draws(labels, predictions, metric), image_weights(50)
-    for row in range(0, comparison.DRAWS, 400):
+    for row in range(0, DRAWS, 400):
         sample = np.repeat(np.arange(50), weights[row])
         assert len(sample) == 50
         for number, answers in enumerate(predictions):
@@ -84,7 +81,7 @@ def test_a_single_seed_has_the_interval_over_test_images_and_says_so() -> None:
     assert (found.seeds, found.over) == (1, "test images")
 
 
-@pytest.mark.parametrize("metric", comparison.METRICS)
+@pytest.mark.parametrize("metric", TEST_METRICS)
 @pytest.mark.parametrize("seeds", [1, 2, 5])
 def test_identical_runs_differ_by_nothing(metric: str, seeds: int) -> None:
     random = np.random.default_rng(0)
@@ -97,10 +94,8 @@ def test_identical_runs_differ_by_nothing(metric: str, seeds: int) -> None:
 def test_a_constant_difference_is_certain(seeds: int) -> None:
     right = table(*(answered(np.ones(50, bool), seed) for seed in range(seeds)))
     wrong = table(*(answered(np.zeros(50, bool), seed) for seed in range(seeds)))
-    assert (
-        difference(right, wrong, "test_accuracy").low,
-        difference(right, wrong, "test_accuracy").high,
-    ) == (1, 1)
+    found = difference(right, wrong, "test_accuracy")
+    assert (found.low, found.high) == (1, 1)
     assert difference(wrong, right, "test_accuracy").answer == "no"
 
 
@@ -155,9 +150,7 @@ def test_the_stretch_is_students_over_the_normal_width() -> None:
 @pytest.mark.parametrize("spread", [0.0, 0.4])
 @pytest.mark.parametrize("seeds", [3, 5])
 def test_intervals_cover_the_truth(seeds: int, spread: float, shared: bool) -> None:
-    """Runs by a model of the world: an image's difficulty, what the method does for it, and luck of each
-    training.
-    """
+    """A model of the world: an image's difficulty, what the method does for it, and luck in training."""
     random = np.random.default_rng([seeds, int(10 * spread), shared])
 
     def world(shape: tuple[int, ...], trainings: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
@@ -341,5 +334,5 @@ def test_a_sentence_for_each_question_method_and_data() -> None:
 
 def test_all_of_it_is_plain_json() -> None:
     rows = [run("vat", "base", 0.6, hash_test="one"), run("vat", "Fix-A-Step", 0.7, hash_test="other")]
-    text = json.dumps(comparison.as_json(compare(pd.DataFrame(rows))), allow_nan=False)
+    text = json.dumps(as_dict(compare(pd.DataFrame(rows))), allow_nan=False)
     assert json.loads(text)["against_base"][0]["low"] is None

@@ -8,8 +8,8 @@ from matplotlib.figure import Figure
 from hf_fixastep.methods import RIVALS
 from hf_fixastep.study.figures import (
     COLOURS,
-    FIGURES,
     MARKERS,
+    STUDY_FIGURES,
     left_out,
     plot_ablation,
     plot_gate_over_time,
@@ -138,7 +138,7 @@ def test_no_two_methods_of_a_column_look_alike() -> None:
 )
 def test_a_figure_that_lacks_runs_says_which(name: str, runs: pd.DataFrame, reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
-        FIGURES[name](runs, "test_accuracy")
+        STUDY_FIGURES[name](runs, "test_accuracy")
 
 
 def test_one_seed_and_balanced_accuracy_are_drawn_too() -> None:

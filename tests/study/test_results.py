@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from pathlib import Path
 
 import pandas as pd
@@ -15,7 +14,8 @@ from hf_fixastep.study.results import read_runs
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "recipes/sweeps/results"
-README = (ROOT / "recipes/README.md").read_text()
+LISTS = ["test_labels", "test_predictions", "log_step", "log_gate_open", "log_cosine", "eval_step"]
+LISTS += ["eval_accuracy"]
 VARIANTS = {"base": "", "+G": " +G", "+A": " +A", "Fix-A-Step": " + Fix-A-Step"}
 
 
@@ -66,33 +66,32 @@ def short_rows(runs: pd.DataFrame) -> list[str]:
 @pytest.mark.parametrize(
     ("file", "name", "rows"),
     [
-        ("recipes/README.md", "cifar10_cpu", cifar_rows),
-        ("recipes/README.md", "digits", digits_rows),
+        ("recipes/**/README.md", "cifar10_cpu", cifar_rows),
+        ("recipes/**/README.md", "digits", digits_rows),
         ("README.md", "cifar10_cpu", short_rows),
     ],
 )
 def test_every_row_of_a_readme_is_that_of_the_table(file, name, rows):
-    wanted, lines = rows(read_runs([RESULTS / f"{name}.parquet"])), (ROOT / file).read_text().splitlines()
-    assert [row for row in wanted if row not in lines] == []
-    first = lines.index(wanted[0])
-    table = itertools.takewhile(lambda line: line.startswith("|"), reversed(lines[: first + 1]))
-    table = [*reversed([*table]), *itertools.takewhile(lambda line: line.startswith("|"), lines[first + 1 :])]
-    assert sorted(table[2:]) == sorted(wanted)  # and no other row
+    wanted = rows(read_runs([RESULTS / f"{name}.parquet"]))
+    (text,) = [text for text in map(Path.read_text, ROOT.glob(file)) if wanted[0] in text.splitlines()]
+    tables = [table for table in text.split("\n\n") if wanted[0] in table.splitlines()]
+    found = [line for line in tables[0].splitlines() if line.startswith("|")]
+    assert sorted(found[2:]) == sorted(wanted)  # after two lines of header, and no other row
 
 
 @pytest.mark.parametrize("name", ["cifar10_cpu", "digits"])
 def test_every_quoted_answer_is_one_of_the_comparison(name):
-    """A line of a README that begins like an answer of compare.py is one."""
+    """A line of a README that begins like an answer of `fixastep compare` is one."""
     runs = read_runs([RESULTS / f"{name}.parquet"])
-    told = {sentence.strip() for sentence in sentences(compare(runs))}
-    dataset = runs["dataset"][0]
-    quoted = [line.removeprefix("- ") for line in README.splitlines() if f", {dataset}, zeta" in line]
-    assert [line for line in quoted if line not in told] == []
+    lines = [line for path in ROOT.glob("recipes/**/README.md") for line in path.read_text().splitlines()]
+    quoted = [line.removeprefix("- ") for line in lines if f", {runs['dataset'][0]}, zeta" in line]
     assert quoted or name == "digits"
+    told = set(sentences(compare(runs))) if quoted else set()
+    assert [line for line in quoted if line not in told] == []
 
 
 @pytest.mark.parametrize("name", ["cifar10_cpu", "digits"])
 def test_a_committed_table_names_no_machine(name):
-    text = read_runs([RESULTS / f"{name}.parquet"]).astype(str).to_csv()
+    text = read_runs([RESULTS / f"{name}.parquet"]).select_dtypes("object").drop(columns=LISTS).to_csv()
     assert "/work" not in text
     assert "/tmp" not in text

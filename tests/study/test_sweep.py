@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pyarrow as pa
 import pytest
 import torch
@@ -27,6 +28,7 @@ from tests.short_runs import SHORT
 
 ROOT = Path(__file__).parents[2]
 SWEEPS = sorted((ROOT / "recipes/sweeps").glob("*.yaml"))
+ABLATION = ["--config", "sweeps/ablation"]
 PROFILES = [(path, profile) for path in SWEEPS for profile in (None, *read_yaml(path).get("profiles", {}))]
 
 
@@ -41,20 +43,15 @@ def write(folder: Path, file: dict) -> str:
 
 
 def test_a_grid_is_every_combination_and_the_first_axis_changes_last():
-    grid = {
-        "split_seed, seed": [3, 4],
-        "zeta": [0, 50],
-        "variant": {"base": {"gate": "off"}, "+G": {"gate": "drop"}},
-    }
+    variants = {"base": {"gate": "off"}, "+G": {"gate": "drop"}}
+    grid = {"split_seed, seed": [3, 4], "zeta": [0, 50], "variant": variants}
     runs = sweep.plan({"grids": [grid]}, None, {})
     wanted = [(s, s, z, g) for s, z, g in itertools.product([3, 4], [0, 50], ["off", "drop"])]
     assert settings(runs, "split_seed", "seed", "zeta", "gate") == wanted
     assert next(iter(runs)).startswith("split_seed3-zeta0-base-")
 
 
-def test_settings_go_before_the_recipe_profiles_before_settings_axes_and_the_command_line_before_all(
-    tmp_path,
-):
+def test_recipe_settings_profile_axes_and_command_line_win_in_this_order(tmp_path):
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("{zeta: 1, gate: a, seed: 1, max_steps: 1, loss: pi_model}")
     file = {
@@ -91,13 +88,14 @@ def test_shards_are_a_partition():
     [
         ([], "No sweep is named"),
         (["--config", "nowhere.yaml"], "There is no file nowhere.yaml"),
-        (["--config", str(ROOT / "recipes/digits/vat.yaml")], "has no list of grids"),
-        (["--config", str(SWEEPS[0]), "--profile", "papr"], "Unknown profile 'papr'. Did you mean paper?"),
-        (["--config", str(SWEEPS[0]), "--shard", "4/4"], "shard is 4/4, but expected i/n"),
-        (["--config", str(SWEEPS[0]), "--jobs", "0"], "jobs is 0"),
-        (["--config", str(SWEEPS[0]), "--jobs"], "Expected pairs of --name and value"),
-        (["--config", str(SWEEPS[0]), "--lerning_rate", "1"], "Did you mean learning_rate?"),
-        (["--config", str(SWEEPS[0]), "--gate", "dorp"], "Unknown gate 'dorp'. Did you mean drop?"),
+        (["--config", "sweeps/digit"], "Unknown recipe 'sweeps/digit'. Did you mean sweeps/digits?"),
+        (["--config", "digits/vat"], "has no list of grids"),
+        ([*ABLATION, "--profile", "papr"], "Unknown profile 'papr'. Did you mean paper?"),
+        ([*ABLATION, "--shard", "4/4"], "shard is 4/4, but expected i/n"),
+        ([*ABLATION, "--jobs", "0"], "jobs is 0"),
+        ([*ABLATION, "--jobs"], "Expected pairs of --name and value"),
+        ([*ABLATION, "--lerning_rate", "1"], "Did you mean learning_rate?"),
+        ([*ABLATION, "--gate", "dorp"], "Unknown gate 'dorp'. Did you mean drop?"),
     ],
     ids=lambda value: " ".join(map(str, value[2:])) if isinstance(value, list) else "",
 )
@@ -128,7 +126,7 @@ def test_a_sweep_file_with_a_mistake_is_refused(file, sentence, tmp_path):
 
 @pytest.mark.parametrize(("path", "profile"), PROFILES, ids=lambda value: getattr(value, "stem", str(value)))
 def test_every_sweep_file_names_its_command_and_its_runs_parse(path, profile):
-    assert f"--config {path.relative_to(ROOT)}" in path.read_text()
+    assert f"fixastep sweep --config sweeps/{path.stem}" in path.read_text()
     runs = sweep.plan(read_yaml(path), profile, {})
     by_loss = {
         (run["loss"], run.get("procedure"), run.get("optim")): {name: run} for name, run in runs.items()
@@ -174,11 +172,8 @@ def test_the_sweep_of_heart2heart_has_the_settings_of_the_recipes_of_every_split
     for name in ("supervised", "pi_model", "vat", "fixmatch"):
         text = (ROOT / f"recipes/heart2heart/{name}.yaml").read_text()
         for split in range(3):
-            more = [
-                line.split("add ")[1].split()
-                for line in text.splitlines()
-                if line.startswith(f"# Split {split}:")
-            ]
+            lines = [line for line in text.splitlines() if line.startswith(f"# Split {split}:")]
+            more = [line.split("add ")[1].split() for line in lines]
             for switches in ([], ["--gate", "off", "--mix_labeled", "false"]):
                 words = [*(more[0] if more else []), *(switches if name != "supervised" else [])]
                 wanted.add(fields(["--config", str(ROOT / f"recipes/heart2heart/{name}.yaml"), *words]))
@@ -214,12 +209,8 @@ def run(tmp_path_factory) -> Path:
 
 def test_the_row_of_a_run_holds_its_numbers_settings_and_curves(run):
     row, facts = read_run(run), json.loads((run / "metrics.json").read_text())
-    assert (row["loss"], row["variant"], row["zeta"], row["labels_per_class"]) == (
-        "mean_teacher",
-        "+A",
-        50,
-        5,
-    )
+    found = tuple(row[name] for name in ("loss", "variant", "zeta", "labels_per_class"))
+    assert found == ("mean_teacher", "+A", 50, 5)
     assert (row["mix_alpha"], row["batchnorm"], row["preset"], row["seed"]) == (0.5, "joint", "paper", 0)
     assert row["test_accuracy"] == facts["test_accuracy"]
     assert row["hash_test"] == facts["dataset"]["hashes"]["test"]
@@ -253,7 +244,7 @@ def test_raw_numbers_are_those_of_the_raw_weights_of_the_best_step(run):
 def test_test_labels_choose_nothing(run, tmp_path, monkeypatch):
     """With other test labels everything but the test metrics is the same."""
 
-    def wrong(args: training.DataArguments):
+    def wrong(args):
         data = load_data(args)
         labels = [(label + 1) % 6 for label in data["test"]["label"]]
         features = data["test"].features
@@ -312,3 +303,11 @@ def test_a_table_is_written_whole_or_not_at_all(run, tmp_path):
 
 def test_the_settings_of_a_row_name_what_the_preset_filled(run):
     assert read_run(run)["mix_per_batch"] is FixAStepConfig(output_dir="x", loss="mean_teacher").mix_per_batch
+
+
+@pytest.mark.parametrize("name", ["digits", "cifar10_cpu"])
+def test_runs_are_named_as_when_the_committed_tables_were_made(name, tmp_path, monkeypatch):
+    """So a sweep finds what it has finished; and a name finds the file and its recipes in any folder."""
+    monkeypatch.chdir(tmp_path)
+    table = pd.read_parquet(ROOT / f"recipes/sweeps/results/{name}.parquet", columns=["run"])
+    assert set(sweep.command_line(["--config", f"sweeps/{name}"])[2]) == set(table["run"])
