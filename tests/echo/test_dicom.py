@@ -16,7 +16,7 @@ import pytest
 from scipy import ndimage
 
 from hf_fixastep.data.files import UnreadableImage
-from hf_fixastep.echo.clips import Clip, pixel_spacing, prepare, read_clip, read_dicom
+from hf_fixastep.echo.clips import Clip, pixel_spacing, prepare_frames, read_clip, read_dicom
 from hf_fixastep.echo.files import Tree
 from hf_fixastep.echo.sector import find_sector
 
@@ -279,18 +279,18 @@ def test_a_picture_without_screen_loses_nothing():
 def test_a_screen_without_speckle_has_no_sector(frames):
     assert find_sector(frames) is None
     with pytest.raises(UnreadableImage, match="no ultrasound sector"):
-        prepare(Clip(frames))
+        prepare_frames(Clip(frames))
 
 
 def test_frames_are_prepared_as_in_training():
     """Longer side to 112, nothing below or on the right of the rest."""
     pictures, inside = clip_of(3)
-    prepared = prepare(Clip(pictures))
+    prepared = prepare_frames(Clip(pictures))
     assert prepared.shape == (3, 112, 112)
     assert prepared[:, 84:].max() == 0
     small = np.asarray(PIL.Image.fromarray((pictures[0] * inside).astype(np.uint8)).resize((112, 84)))
     assert np.abs(prepared[0, :84].astype(int) - small).mean() < 1
-    assert prepare(Clip(pictures), mask=False)[:, 80:84].max() > 50
+    assert prepare_frames(Clip(pictures), mask=False)[:, 80:84].max() > 50
 
 
 @pytest.fixture(scope="module")
@@ -461,7 +461,7 @@ def test_a_meta_image_clip_is_squared_and_stretched_frame_by_frame(tmp_path):
     assert clip.frames.shape == (3, 20, 30)
     assert clip.study is None
     assert [(frame.min(), frame.max()) for frame in clip.frames] == [(0, 255)] * 3
-    prepare(clip)  # noise without a sector: such files are no screens, and are not masked
+    prepare_frames(clip)  # noise without a sector: such files are no screens, and are not masked
 
 
 @pytest.mark.parametrize(

@@ -23,11 +23,11 @@ from hf_fixastep.echo.files import (
     count_pixels,
     fit,
     quantile_table,
-    read_echo,
     read_grey,
     square_pixels,
     stretch,
 )
+from hf_fixastep.echo.volumes import read_volume
 from tests.echo.echo_sets import heart, nifti, pack, picture, png, put, put_meta
 
 
@@ -44,7 +44,7 @@ def nibabel():
 
 
 def read(path: Path):
-    return read_echo(Tree(path.parent), path.name)
+    return read_volume(Tree(path.parent), path.name)
 
 
 class TestTree:
@@ -282,7 +282,7 @@ class TestMetaImage:
         path = put_meta(tmp_path / "set/x.mhd", heart("x"))
         path.write_bytes(path.read_bytes().replace(b"\n", b"\r\n"))
         pack(tmp_path / "set")
-        assert np.array_equal(read_echo(Tree(tmp_path), "set/x.mhd").frames[0], heart("x"))
+        assert np.array_equal(read_volume(Tree(tmp_path), "set/x.mhd").frames[0], heart("x"))
 
 
 class TestNifti:
@@ -428,7 +428,7 @@ NIFTI_BROKEN = {
         nifti(PIXELS, zooms=(0.3, float("nan"))),
         "its pixels are 0.3 wide and nan high",
     ),
-    "complex numbers": (nifti(PIXELS, kind=32), "its data type has the number 32"),
+    "complex numbers": (nifti(PIXELS, kind=32), "its data type is number 32"),
     "no dimensions": (header_of(dims=(40, struct.pack("<h", 0))), r"its dimensions are \[\], expected"),
     "a negative dimension": (header_of(dims=(42, struct.pack("<h", -60))), r"its dimensions are \[-60, 96\]"),
     "four dimensions": (
