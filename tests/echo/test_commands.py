@@ -21,7 +21,7 @@ from sklearn.metrics import balanced_accuracy_score, confusion_matrix, recall_sc
 from transformers import AutoConfig, ViTImageProcessor
 
 from hf_fixastep import WideResNetConfig, WideResNetForImageClassification, load_dataset
-from hf_fixastep.echo import evaluation, prediction
+from hf_fixastep.echo import evaluation, prediction, report
 from tests.echo import echo_sets
 from tests.echo.test_dicom import clip_of, dicom, encoded, pydicom
 
@@ -239,7 +239,7 @@ def phantom(tmp_path_factory) -> Path:
 def test_phantom_data_are_called_so_in_table_numbers_and_figures(run, phantom, capsys, monkeypatch):
     titles = []
     monkeypatch.setattr(
-        evaluation.Figure, "savefig", lambda figure, path, **_: titles.append(figure.get_suptitle())
+        report.Figure, "savefig", lambda figure, path, **_: titles.append(figure.get_suptitle())
     )
     evaluation.main([str(run), *folders(phantom, "tmed2", "unity", "camus"), "--draws", "100"])
     printed = capsys.readouterr().out
@@ -515,7 +515,7 @@ def test_a_folder_without_any_echo_lists_all_its_files(run, studies, tmp_path):
 
 def test_a_model_without_calibration_is_refused_until_told(studies, tmp_path):
     run = save_run(tmp_path / "plain")
-    with pytest.raises(SystemExit, match=r"has no calibration.*evaluate\.py .*--uncalibrated true"):
+    with pytest.raises(SystemExit, match=r"has no calibration.*fixastep heart2heart .*--uncalibrated true"):
         call(run, studies)
     assert len(read_outputs(call(run, studies, "--uncalibrated", "true"))["clips"]) == 2
 
