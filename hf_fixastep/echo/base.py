@@ -8,7 +8,6 @@ import io
 import itertools
 import json
 import logging
-import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -137,13 +136,11 @@ class EchoBuilder(ReportingBuilder):
         for split, count in report["images"].items():
             if not count:
                 raise ValueError(f"No image of {split} in {self.tree.root} could be read{self.example()}.")
-        with open(os.path.join(folder, REPORT), "w") as file:
-            json.dump(report, file, indent=1)
-        place = os.path.join(place, REPORT)
+        Path(folder, REPORT).write_text(json.dumps(report, indent=1), encoding="utf-8")
         if self.skipped:
             found = f"{len(self.skipped):,}{self.example()}"
-            logger.warning("Images left out: %s. All of them are in %s.", found, place)
-        logger.info("What was found in %s is in %s.", self.tree.root, place)
+            logger.warning("Images left out: %s. All of them are in %s.", found, Path(place, REPORT))
+        logger.info("What was found in %s is in %s.", self.tree.root, Path(place, REPORT))
 
     def example(self) -> str:
         name, why = next(iter(self.skipped.items()), ("", ""))

@@ -146,12 +146,13 @@ def ask(classifier: Classifier, data: Any) -> SiteLogits:
 
 
 def evaluate_sites(runs: Sequence[EvaluatedRun], args: Heart2HeartArguments) -> list[SiteResult]:
-    for run in runs if args.tmed2 else ():
-        data = load_split("tmed2", "validation", args.tmed2, run.classifier, **run.split)
-        validation = ask(run.classifier, data)
-        run.calibration = calibrate(validation.logits, validation.labels, args.coverage)
-        if args.write_calibration:
-            write_calibration(run.folder, run.calibration)
+    if args.tmed2:
+        for run in runs:
+            data = load_split("tmed2", "validation", args.tmed2, run.classifier, **run.split)
+            validation = ask(run.classifier, data)
+            run.calibration = calibrate(validation.logits, validation.labels, args.coverage)
+            if args.write_calibration:
+                write_calibration(run.folder, run.calibration)
     answers: dict[str, list[SiteLogits]] = {}
     for run in runs:
         for name, data in load_sites(run, args):

@@ -167,7 +167,7 @@ def plot_forest(results: Sequence[SiteResult], classes: Sequence[str]) -> Figure
     plots.tidy(axes)
     axes.grid(axis="y", visible=False)
     axes.grid(axis="x", color="#E5E5E5", linewidth=0.8)
-    beside = {"transform": axes.get_yaxis_transform(), "va": "center"}
+    beside: dict[str, Any] = {"transform": axes.get_yaxis_transform(), "va": "center"}
     heights: list[float] = []
     for result, name, index, _ in rows:
         first = name == "balanced_accuracy"
@@ -217,7 +217,10 @@ def plot_intensities(results: Sequence[SiteResult]) -> Figure:
     for result in results:
         shares = result.intensities.reshape(-1, 4).sum(1) / result.intensities.sum()
         label = f"{TITLES[result.name]}, {result.intensities[0] / result.intensities.sum():.0%} black"
-        line = {"color": COLOURS[result.name], "linestyle": "--" if "matched" in result.name else "-"}
+        line: dict[str, Any] = {
+            "color": COLOURS[result.name],
+            "linestyle": "--" if "matched" in result.name else "-",
+        }
         axes.stairs(shares, np.arange(0, 257, 4), baseline=None, linewidth=1.6, label=label, **line)
     axes.set(yscale="log", xlim=(0, 256), xlabel="Grey level", ylabel="Share of pixels, per four levels")
     axes.set_xticks(range(0, 257, 32))

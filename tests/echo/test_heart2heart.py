@@ -30,7 +30,7 @@ from hf_fixastep.data import (
 )
 from hf_fixastep.data.registry import is_medical
 from hf_fixastep.data.store import PixelFile
-from hf_fixastep.echo import files, heart2heart, phantom
+from hf_fixastep.echo import files, heart2heart
 from hf_fixastep.losses.functional import class_weights
 from tests.echo.echo_sets import (
     ENDS,
@@ -536,27 +536,3 @@ def test_the_report_is_json_that_tells_the_root(load, camus):
     report = json.loads((folder(load("camus", camus)) / "report.json").read_text())
     assert report["root"] == str(camus)
     assert sum(report["pixel_counts"]) == 12 * SIDE * SIDE
-
-
-@pytest.fixture(scope="module")
-def phantoms(tmp_path_factory) -> Path:
-    out = tmp_path_factory.mktemp("phantom")
-    phantom.write_phantom(out, phantom.SMALLEST)
-    return out
-
-
-@pytest.mark.parametrize(
-    ("name", "root", "config", "views"),
-    [
-        ("tmed2", "tmed2", "split0", set(VIEWS)),
-        ("tmed2", "tmed2", "split2", set(VIEWS)),
-        ("unity", "unity", None, {"PLAX", "A4C", "A2C"}),
-        ("camus", "camus", None, {"A4C", "A2C"}),
-        ("camus", "camus_nifti", None, {"A4C", "A2C"}),
-    ],
-)
-def test_phantom_data_are_read_whole(load, phantoms, name, root, config, views):
-    report = folder_report(load(name, phantoms / root, config))
-    assert report["skipped"] == {}
-    assert {view for view, count in report["classes"]["test"].items() if count} == views
-    assert all(report["images"].values())
