@@ -26,7 +26,8 @@ from hf_fixastep.echo.files import ECHO_VIEWS, MARKER, import_reader
 
 
 Key = tuple[int, int, int, int]  # seed, patient, study and clip
-Hospital = tuple[int, tuple[tuple[float, float], ...]]
+Ranges = tuple[tuple[float, float], ...]
+Hospital = tuple[int, Ranges]
 
 NOTICE = """PHANTOM DATA. These images are synthetic: drawn by hf_fixastep.echo.phantom, of no patient.
 Files and folders are laid out as in {name}, but nothing here comes from it. Results on these images say
@@ -35,7 +36,6 @@ Made with seed {seed} and {patients} patients.
 """
 SETS = {"tmed2": "TMED-2", "unity": "Unity", "camus": "CAMUS", "camus_nifti": "CAMUS (NIfTI)"}
 SMALLEST = 5  # patients
-
 # TMED-2: of each folder, patients per patient with both labels, labeled views of a study, and its unlabeled
 # images. Shares of views are those of the real set as far as they are known.
 BOTH_LABELS = ["PLAX"] * 5 + ["PSAX"] * 2 + ["A4C"] * 3 + ["A2C"] * 2 + ["other"]
@@ -82,9 +82,9 @@ OTHER = ("A5C", "A3C", "arch", "cava")
 BOSTON: Hospital = 1, ((14, 17.5), (37, 43), (0.8, 1.2), (0.9, 1.1))
 UNITED_KINGDOM: Hospital = 2, ((13.5, 16.5), (38, 45), (1.0, 1.5), (0.7, 0.9))
 FRANCE: Hospital = 3, ((15, 19), (34, 39), (0.6, 0.9), (1.1, 1.3))
-HEART = ((0.82, 1.15), (0.75, 1.35), (0.85, 1.15))  # size, thickness of walls, width of ventricles
+HEART: Ranges = ((0.82, 1.15), (0.75, 1.35), (0.85, 1.15))  # size, thickness of walls, width of ventricles
 # flatness and turn in degrees of the cut, centimetres that the probe is off, and a shadow: where and how wide
-PROBE = ((0.85, 1.15), (-25, 25), (-1.5, 1.5), (-1.2, 1.2), (-1.7, 1.7), (0.1, 0.3))
+PROBE: Ranges = ((0.85, 1.15), (-25, 25), (-1.5, 1.5), (-1.2, 1.2), (-1.7, 1.7), (0.1, 0.3))
 
 
 def draw(
@@ -191,12 +191,10 @@ def write_phantom(out: str | os.PathLike[str], patients: int = 100, seed: int = 
     for name, root in roots.items():
         put(root / MARKER, NOTICE.format(name=SETS[name], seed=seed, patients=patients))
     generators = [np.random.default_rng([seed, hospital]) for hospital in range(3)]
-    counts = {
-        "tmed2": write_tmed2(roots["tmed2"], patients, generators[0]),
-        "unity": write_unity(roots["unity"], patients, generators[1]),
-        "camus": write_camus(roots, max(5, patients // 3), generators[2]),
-    }
-    return counts | {"camus_nifti": counts["camus"]}
+    tmed2 = write_tmed2(roots["tmed2"], patients, generators[0])
+    unity = write_unity(roots["unity"], patients, generators[1])
+    camus = write_camus(roots, max(5, patients // 3), generators[2])
+    return {"tmed2": tmed2, "unity": unity, "camus": camus, "camus_nifti": camus}
 
 
 def write_tmed2(root: Path, patients: int, random: np.random.Generator) -> int:

@@ -160,7 +160,7 @@ def plot_forest(results: Sequence[SiteResult], classes: Sequence[str]) -> Figure
     for result in results:
         rows.append((result, "balanced_accuracy", (), "balanced accuracy"))
         present = np.flatnonzero(~np.isnan(result.estimate.value.sensitivity))
-        rows += [(result, "sensitivity", index, classes[index]) for index in present]
+        rows += [(result, "sensitivity", index, classes[index]) for index in present.tolist()]
     size = plots.WIDTH, 0.27 * len(rows) + 0.3 * len(results) + 1.1
     figure = Figure(size, facecolor="white", layout="constrained")
     axes = figure.add_subplot()
