@@ -8,7 +8,6 @@ import io
 import itertools
 import json
 import logging
-import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -20,14 +19,14 @@ import numpy as np
 import pandas as pd
 import PIL.Image
 
+from hf_fixastep._compat.datasets_builder import ReportingBuilder
 from hf_fixastep.data.files import Picture, Source, UnreadableImage, encode, one_line, printable, read_column
 from hf_fixastep.data.folders import REPORT
-from hf_fixastep.echo import files
-from hf_fixastep.echo.files import Tree, count_pixels, fit, is_phantom, read_grey
+from hf_fixastep.echo import files, volumes
+from hf_fixastep.echo.files import ECHO_VIEWS, Tree, count_pixels, fit, is_phantom, read_grey
 
 
 logger = logging.getLogger(__name__)
-VIEWS = ("PLAX", "PSAX", "A4C", "A2C")
 
 HEART2HEART = """
 @inproceedings{huang2023fixastep,
@@ -56,17 +55,17 @@ class EchoConfig(datasets.BuilderConfig):
         return (self.data_dir,) if self.data_dir is not None else ()
 
     def create_config_id(self, config_kwargs: dict, custom_features: datasets.Features | None = None) -> str:
-        """The name of the cache folder; changes with the settings, the files, and the code that reads them."""
+        """The name of the cache folder, which changes with the settings, the files, and their readers."""
         self.trees = [Tree(source) for source in self.sources]  # not a field, which would be a setting
         settings = [getattr(self, field.name) for field in fields(self) if field.name != "data_dir"]
         settings += [tree.fingerprint for tree in self.trees]
         content = hashlib.sha256(repr(settings).encode())
-        for module in (__file__, files.__file__):
+        for module in (__file__, files.__file__, volumes.__file__):
             content.update(Path(module).read_bytes())
         return f"{self.name}-{content.hexdigest()[:16]}"
 
 
-class EchoViews(datasets.GeneratorBasedBuilder):
+class EchoBuilder(ReportingBuilder):
     """What the three sets share; a subclass finds the frames and reads them."""
 
     BUILDER_CONFIG_CLASS = EchoConfig
@@ -91,12 +90,12 @@ class EchoViews(datasets.GeneratorBasedBuilder):
     def _info(self) -> datasets.DatasetInfo:
         features = {
             "image": datasets.Image(),
-            "label": datasets.ClassLabel(names=list(VIEWS)),
+            "label": datasets.ClassLabel(names=list(ECHO_VIEWS)),
             "patient": datasets.Value("string"),
         }
+        phantom = "PHANTOM DATA. " * is_phantom(self.config.data_dir)
         return datasets.DatasetInfo(
-            description="PHANTOM DATA. " * is_phantom(self.config.data_dir)
-            + inspect.cleandoc(self.__doc__ or ""),
+            description=phantom + inspect.cleandoc(self.__doc__ or ""),
             homepage=self.homepage,
             license=self.terms,
             citation=(self.citation + HEART2HEART).strip(),
@@ -129,26 +128,19 @@ class EchoViews(datasets.GeneratorBasedBuilder):
             self.pixel_counts += count_pixels(pixels)
             # written anew, as files may carry more than pixels
             image = encode(Picture(PIL.Image.fromarray(pixels), "L", None), None)
-            yield (
-                row,
-                {"image": {"bytes": image, "path": None}, "label": frame.label, "patient": frame.patient},
-            )
+            picture = {"bytes": image, "path": None}
+            yield row, {"image": picture, "label": frame.label, "patient": frame.patient}
 
-    def _download_and_prepare(self, *args: Any, **kwargs: Any) -> None:
-        super()._download_and_prepare(*args, **kwargs)
+    def finish(self, folder: str, place: str) -> None:
         report = self.make_report()
         for split, count in report["images"].items():
             if not count:
                 raise ValueError(f"No image of {split} in {self.tree.root} could be read{self.example()}.")
-        with open(os.path.join(self._output_dir, REPORT), "w") as file:
-            json.dump(report, file, indent=1)
-        place = os.path.join(self._output_dir.removesuffix(".incomplete"), REPORT)
+        Path(folder, REPORT).write_text(json.dumps(report, indent=1), encoding="utf-8")
         if self.skipped:
-            count = len(self.skipped)
-            logger.warning(
-                "Images left out: %s%s. All of them are in %s.", f"{count:,}", self.example(), place
-            )
-        logger.info("What was found in %s is in %s.", self.tree.root, place)
+            found = f"{len(self.skipped):,}{self.example()}"
+            logger.warning("Images left out: %s. All of them are in %s.", found, Path(place, REPORT))
+        logger.info("What was found in %s is in %s.", self.tree.root, Path(place, REPORT))
 
     def example(self) -> str:
         name, why = next(iter(self.skipped.items()), ("", ""))
@@ -166,7 +158,8 @@ class EchoViews(datasets.GeneratorBasedBuilder):
             "patients": {split: len({frame.patient for frame in frames}) for split, frames in read.items()},
             "classes": {
                 split: {
-                    view: sum(frame.label == label for frame in frames) for label, view in enumerate(VIEWS)
+                    view: sum(frame.label == label for frame in frames)
+                    for label, view in enumerate(ECHO_VIEWS)
                 }
                 for split, frames in read.items()
                 if split != "unlabeled"
@@ -183,20 +176,16 @@ def check_patients(splits: Mapping[str, Sequence[Frame]]) -> None:
         shared = {frame.patient for frame in splits[one]} & {frame.patient for frame in splits[other]}
         if shared:
             raise ValueError(
-                f"The splits {one} and {other} share {len(shared):,} patients, such as {min(shared)}, but expected "
-                "none: use the CSV files of the release as they are."
+                f"The splits {one} and {other} share {len(shared):,} patients, such as {min(shared)}, but "
+                "expected none: use the CSV files of the release as they are."
             )
 
 
-def read_table(tree: Tree, name: str, columns: Iterable[str]) -> dict[str, list[str]]:
+def read_columns(tree: Tree, name: str, columns: Iterable[str]) -> dict[str, list[str]]:
     """Columns of a CSV file, as text."""
     path = str(tree.root / name)
+    options: dict[str, Any] = {"encoding": "utf-8-sig", "skipinitialspace": True, "keep_default_na": False}
     try:
-        options: dict[str, Any] = {
-            "encoding": "utf-8-sig",
-            "skipinitialspace": True,
-            "keep_default_na": False,
-        }
         table = pd.read_csv(io.BytesIO(tree.read(name)), dtype=object, **options)
     except Exception as error:  # parsers raise nearly anything on a broken file
         raise ValueError(f"{printable(path)} cannot be read as a table: {one_line(error)}.") from error

@@ -1,7 +1,6 @@
 """Echo files of all kinds as the frames that a view classifier sees: pictures, MetaImage, NIfTI and DICOM.
 
-No message of this module contains a value of a DICOM header, which may be a name; so none of pydicom's is
-passed on.
+No message contains a value of a DICOM header, which may be a name, so no message of pydicom is passed on.
 """
 
 from __future__ import annotations
@@ -19,13 +18,14 @@ import numpy as np
 import PIL.Image
 
 from hf_fixastep.data.files import SUFFIXES, UnreadableImage
-from hf_fixastep.echo.files import LIMIT, SIDE, Tree, fit, read_echo, read_grey, square_pixels, stretch
+from hf_fixastep.echo.files import LIMIT, Tree, fit, import_reader, read_grey, square_pixels, stretch
 from hf_fixastep.echo.sector import find_sector
+from hf_fixastep.echo.volumes import read_volume
 
 
 VOLUMES = (".mhd", ".mha", ".nii", ".nii.gz")
 PARTS = (".raw", ".zraw")  # pixels of a .mhd file
-PLUGIN = "install a decoder: pip install python-gdcm, or pip install pylibjpeg pylibjpeg-libjpeg pylibjpeg-openjpeg"
+PLUGIN = "install a decoder: pip install python-gdcm, or pylibjpeg pylibjpeg-libjpeg pylibjpeg-openjpeg"
 GREY = ("MONOCHROME1", "MONOCHROME2")
 COLOUR = ("RGB", "YBR_FULL", "YBR_FULL_422", "YBR_ICT", "YBR_RCT")
 CENTIMETRES, TWO_DIMENSIONAL = 3, 1  # as DICOM's ultrasound regions write them
@@ -64,9 +64,8 @@ def read_clip(tree: Tree, name: str) -> Clip:
     return clip
 
 
-def prepare(clip: Clip, mask: bool = True, side: int = SIDE) -> np.ndarray:
-    """Frames as in training, uint8 [T, side, side]: the longer side scaled to `side`, black below or on the
-    right.
+def prepare_frames(clip: Clip, mask: bool = True) -> np.ndarray:
+    """Frames as in training: the longer side scaled to 112 pixels, black below or on the right.
 
     Args:
         mask: make everything outside the ultrasound sector of a screen black.
@@ -77,24 +76,21 @@ def prepare(clip: Clip, mask: bool = True, side: int = SIDE) -> np.ndarray:
         if sector is None:
             raise UnreadableImage("no ultrasound sector was found in it")
         frames = frames * sector
-    return np.stack([fit(frame, side) for frame in frames])
+    return np.stack([fit(frame) for frame in frames])
 
 
 def read_stretched(tree: Tree, name: str) -> np.ndarray:
     if name.lower().removesuffix(".gz").rpartition(".")[0].endswith("_gt"):
         raise UnreadableImage("it is the drawn outline of another file, by its name")
-    echo = read_echo(tree, name)
-    return np.stack([stretch(square_pixels(frame, echo.spacing)) for frame in echo.frames])
+    volume = read_volume(tree, name)
+    return np.stack([stretch(square_pixels(frame, volume.spacing)) for frame in volume.frames])
 
 
 def read_dicom(data: bytes) -> Clip:
-    """A DICOM file, still or clip, uncompressed or compressed as far as pydicom and its plugins can undo it."""
+    """A DICOM file, still or clip; compressed ones as far as pydicom and its plugins can read them."""
     if data[128:132] != b"DICM":
         raise UnreadableImage("it is no image of a known format" if data else "it is empty")
-    try:
-        import pydicom
-    except ImportError as error:
-        raise UnreadableImage("DICOM files need pydicom: pip install 'hf_fixastep[echo]'") from error
+    pydicom = import_reader("pydicom", "DICOM")
     try:
         with quiet_pydicom():
             header = pydicom.dcmread(io.BytesIO(data))
@@ -111,7 +107,7 @@ def read_dicom(data: bytes) -> Clip:
 
 @contextlib.contextmanager
 def quiet_pydicom() -> Iterator[None]:
-    """Its warnings quote the header too."""
+    """Keep back the warnings of pydicom, which quote the header too."""
     logger = logging.getLogger("pydicom")
     before, logger.disabled = logger.disabled, True
     try:
@@ -141,13 +137,9 @@ def check_header(header: Any) -> None:
     if not decoder.is_available:
         raise UnreadableImage(f"its pixels are compressed as {syntax.name}: {PLUGIN}")
     photometric, samples = header.get("PhotometricInterpretation"), header.get("SamplesPerPixel")
-    if (photometric, samples) not in {
-        *((one, 1) for one in (*GREY, "PALETTE COLOR")),
-        *((one, 3) for one in COLOUR),
-    }:
-        raise UnreadableImage(
-            "its photometric interpretation is missing, unknown, or not for its number of samples"
-        )
+    expected = 1 if photometric in (*GREY, "PALETTE COLOR") else 3 if photometric in COLOUR else None
+    if expected is None or samples != expected:
+        raise UnreadableImage("its photometric interpretation is unknown, or not for its number of samples")
     size = int(header.Rows) * int(header.Columns)
     if not 0 < size <= (PIL.Image.MAX_IMAGE_PIXELS or math.inf) or size * number_of_frames(header) > LIMIT:
         raise UnreadableImage(f"its frames have no pixels, or {LIMIT:,} and more together")
@@ -188,10 +180,9 @@ def decode(header: Any) -> Iterator[np.ndarray]:
             colours = apply_color_lut(frame, header)
             yield to_luminance(colours >> 8 if colours.dtype.itemsize > 1 else colours)
         else:
-            values = frame.astype(np.float64) + (
-                2 ** (header.BitsStored - 1) if header.PixelRepresentation else 0
-            )
-            values = np.rint((values * (255 / (2**header.BitsStored - 1))).clip(0, 255)).astype(np.uint8)
+            lowest = -(2 ** (header.BitsStored - 1)) if header.PixelRepresentation else 0
+            values = (frame.astype(np.float64) - lowest) * (255 / (2**header.BitsStored - 1))
+            values = np.rint(values.clip(0, 255)).astype(np.uint8)
             values = values if photometric in GREY else to_luminance(values)
             yield 255 - values if photometric == "MONOCHROME1" else values
         count += 1

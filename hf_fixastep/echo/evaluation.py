@@ -3,7 +3,7 @@
 fixastep heart2heart RUN [RUN RUN] --tmed2 FOLDER --unity FOLDER --camus FOLDER
 
 Temperature and threshold of abstention are fitted on the validation images of TMED-2 and written to the
-config.json of each run, for predict.py. Table, numbers and figures go to --out, by default the folder
+config.json of each run, for `fixastep predict`. Table, numbers and figures go to --out, by default the folder
 heart2heart in the first run.
 """
 
@@ -19,10 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from rich.console import Console
-from rich.table import Table
 from transformers.utils import logging
 
 from hf_fixastep.data.folders import REPORT
@@ -30,33 +27,25 @@ from hf_fixastep.data.images import Images
 from hf_fixastep.data.registry import load_dataset
 from hf_fixastep.echo.files import is_phantom
 from hf_fixastep.echo.prediction import Classifier
-from hf_fixastep.evaluation.calibration import Calibration, calibrate, probabilities, write_calibration
-from hf_fixastep.evaluation.intervals import Estimate, confusions, estimate
-from hf_fixastep.evaluation.metrics import balanced_accuracy, calibration_error
-from hf_fixastep.plots import (
-    BLACK,
-    BLUE,
-    GREEN,
-    ORANGE,
-    RESOLUTION,
-    WIDTH,
-    legend_above,
-    plot_confusion,
-    tidy,
+from hf_fixastep.echo.report import (
+    LEVEL,
+    PHANTOM,
+    SiteResult,
+    any_phantom,
+    as_numbers,
+    print_tables,
+    save_figures,
 )
+from hf_fixastep.evaluation.calibration import Calibration, calibrate, probabilities, write_calibration
+from hf_fixastep.evaluation.intervals import confusions, estimate
+from hf_fixastep.evaluation.metrics import balanced_accuracy, calibration_error
 from hf_fixastep.runs.arguments import parse
 from hf_fixastep.runs.folder import RECIPE
 from hf_fixastep.runs.recipe import read_mapping, read_yaml
 
 
-TITLES = {"tmed2": "TMED-2", "unity": "Unity", "camus": "CAMUS", "camus_matched": "CAMUS matched"}
-UNITS = {"unity": "clips"}  # whose patients are not known
-LEVEL = 0.95
-PHANTOM = "PHANTOM DATA, drawn by a program: the numbers say nothing about hearts or hospitals."
-
-
 @dataclass
-class EvaluateArguments:
+class Heart2HeartArguments:
     """Where the data are, and what to do with them."""
 
     tmed2: str | None = field(default=None, metadata={"help": "Folder of TMED-2."})
@@ -77,7 +66,7 @@ class EvaluateArguments:
 
 
 @dataclass
-class Run:
+class EvaluatedRun:
     """A trained model, and the TMED-2 split it belongs to."""
 
     folder: Path
@@ -87,7 +76,7 @@ class Run:
 
 
 @dataclass
-class Answers:
+class SiteLogits:
     """What one model says about the images of one hospital."""
 
     logits: np.ndarray  # [N, K]
@@ -96,10 +85,11 @@ class Answers:
     intensities: np.ndarray  # [256] pixels of each value
 
 
-def prepare(argv: list[str]) -> tuple[list[Run], EvaluateArguments]:
+def open_runs(argv: list[str]) -> tuple[list[EvaluatedRun], Heart2HeartArguments]:
+    """Everything that can be wrong with the command line is found in here."""
     first_option = next((at for at, word in enumerate(argv) if word.startswith("--")), len(argv))
     folders = argv[:first_option]
-    args, _ = parse((EvaluateArguments,), argv[first_option:])
+    args, _ = parse((Heart2HeartArguments,), argv[first_option:])
     if not 1 <= len(folders) <= 3:
         raise ValueError(f"Found {len(folders)} runs, but expected one, or one of each of the three splits.")
     if not (args.tmed2 or args.unity or args.camus):
@@ -113,29 +103,26 @@ def prepare(argv: list[str]) -> tuple[list[Run], EvaluateArguments]:
     return [open_run(Path(folder)) for folder in folders], args
 
 
-def open_run(folder: Path) -> Run:
+def open_run(folder: Path) -> EvaluatedRun:
     recipe = read_yaml(folder / RECIPE)
     if recipe.get("dataset") != "tmed2":
         raise ValueError(f"{folder} was trained on {recipe.get('dataset')}, but expected tmed2.")
-    split = {
-        "config": recipe.get("dataset_config"),
-        **read_mapping("dataset_kwargs", recipe.get("dataset_kwargs")),
-    }
+    settings = read_mapping("dataset_kwargs", recipe.get("dataset_kwargs"))
     classifier = Classifier(folder)
-    return Run(folder, classifier, split, Calibration.of(classifier.model.config))
+    calibration = Calibration.of(classifier.model.config)
+    return EvaluatedRun(folder, classifier, {"config": recipe.get("dataset_config"), **settings}, calibration)
 
 
 def load_split(name: str, split: str, data_dir: str, classifier: Classifier, **settings: Any) -> Any:
     data = load_dataset(name, split=split, data_dir=data_dir, **settings)
     names = data.features["label"].names
     if names != classifier.classes:
-        raise ValueError(
-            f"The model knows {', '.join(classifier.classes)}, but {name} has {', '.join(names)}: expected the same."
-        )
+        known = ", ".join(classifier.classes)
+        raise ValueError(f"The model knows {known}, but {name} has {', '.join(names)}: expected the same.")
     return data
 
 
-def sites(run: Run, args: EvaluateArguments) -> Iterator[tuple[str, Any]]:
+def load_sites(run: EvaluatedRun, args: Heart2HeartArguments) -> Iterator[tuple[str, Any]]:
     """Name and test images of every hospital that was given."""
     if args.tmed2:
         tmed2 = load_split("tmed2", "test", args.tmed2, run.classifier, **run.split)
@@ -150,320 +137,107 @@ def sites(run: Run, args: EvaluateArguments) -> Iterator[tuple[str, Any]]:
         yield "camus_matched", load_split("camus", "test", args.camus, run.classifier, **matched)
 
 
-def ask(classifier: Classifier, data: Any) -> Answers:
+def ask(classifier: Classifier, data: Any) -> SiteLogits:
     images = Images.from_dataset(data, classifier.size)
     assert images.labels is not None
     intensities = np.bincount(images.pixels[:, 0].numpy().ravel(), minlength=256)
-    return Answers(
-        classifier.logits(images.pixels), images.labels.numpy(), np.array(data["patient"][:]), intensities
-    )
+    logits = classifier.logits(images.pixels)
+    return SiteLogits(logits, images.labels.numpy(), np.array(data["patient"][:]), intensities)
 
 
-@dataclass
-class Result:
-    """One hospital: what the runs found there."""
-
-    name: str
-    phantom: bool
-    images: list[int]
-    patients: int
-    counts: np.ndarray  # [R, K, K] confusion
-    estimate: Estimate
-    calibration_error: list[float]  # before and after the temperature, means over the runs
-    decided: list[float] | None  # share of images, and balanced accuracy on these
-    intensities: np.ndarray
-
-    @property
-    def title(self) -> str:
-        return TITLES[self.name] + " (phantom)" * self.phantom
-
-    @property
-    def unit(self) -> str:
-        return UNITS.get(self.name, "patients")
+def evaluate_sites(runs: Sequence[EvaluatedRun], args: Heart2HeartArguments) -> list[SiteResult]:
+    if args.tmed2:
+        for run in runs:
+            data = load_split("tmed2", "validation", args.tmed2, run.classifier, **run.split)
+            validation = ask(run.classifier, data)
+            run.calibration = calibrate(validation.logits, validation.labels, args.coverage)
+            if args.write_calibration:
+                write_calibration(run.folder, run.calibration)
+    answers: dict[str, list[SiteLogits]] = {}
+    for run in runs:
+        for name, data in load_sites(run, args):
+            answers.setdefault(name, []).append(ask(run.classifier, data))
+    return [summarize(name, found, runs, args) for name, found in answers.items()]
 
 
-def summarize(name: str, answers: Sequence[Answers], runs: Sequence[Run], args: EvaluateArguments) -> Result:
+def summarize(
+    name: str, answers: Sequence[SiteLogits], runs: Sequence[EvaluatedRun], args: Heart2HeartArguments
+) -> SiteResult:
     classes = answers[0].logits.shape[1]
     patients, numbers = np.unique(np.concatenate([each.patients for each in answers]), return_inverse=True)
     groups = np.split(numbers, np.cumsum([len(each.labels) for each in answers])[:-1])
     counts = []
     for each, group in zip(answers, groups, strict=True):
-        own = np.zeros((len(patients), classes, classes), np.int64)
-        found = confusions(predictions(each, args.present_only), each.labels, group, classes)
-        own[: len(found)] = found
-        counts.append(own)
-    return Result(
+        found = confusions(predict_classes(each, args.present_only), each.labels, group, classes)
+        # patients that this run did not see may be missing at the end
+        counts.append(np.pad(found, ((0, len(patients) - len(found)), (0, 0), (0, 0))))
+    errors, decided = calibration_numbers(answers, runs, args.present_only)
+    return SiteResult(
         name,
         is_phantom(getattr(args, name.removesuffix("_matched"))),
         [len(each.labels) for each in answers],
         len(patients),
         np.stack([own.sum(0) for own in counts]),
         estimate(counts, args.draws, LEVEL, args.seed),
-        *calibration_numbers(answers, runs, args.present_only),
+        errors,
+        decided,
         answers[0].intensities,
     )
 
 
-def predictions(answers: Answers, present_only: bool) -> np.ndarray:
+def predict_classes(answers: SiteLogits, present_only: bool) -> np.ndarray:
     present = np.isin(np.arange(answers.logits.shape[1]), answers.labels)
     return np.where(present | (not present_only), answers.logits, -np.inf).argmax(-1)
 
 
 def calibration_numbers(
-    answers: Sequence[Answers], runs: Sequence[Run], present_only: bool
+    answers: Sequence[SiteLogits], runs: Sequence[EvaluatedRun], present_only: bool
 ) -> tuple[list[float], list[float] | None]:
     """Calibration error before and after the temperature; share of images decided, and accuracy on these."""
     errors, decided = [], []
     for each, run in zip(answers, runs, strict=True):
-        scaled = probabilities(each.logits, (run.calibration or Calibration(1.0)).temperature)
-        errors.append(
-            [
-                calibration_error(probabilities(each.logits), each.labels),
-                calibration_error(scaled, each.labels),
-            ]
-        )
+        plain = probabilities(each.logits)
+        scaled = probabilities(each.logits, run.calibration.temperature) if run.calibration else plain
+        errors.append([calibration_error(shares, each.labels) for shares in (plain, scaled)])
         if run.calibration is not None:
             kept = scaled.max(-1) >= run.calibration.abstain_below
-            right = predictions(each, present_only)[kept]
-            decided.append(
-                [kept.mean(), balanced_accuracy(right, each.labels[kept]) if kept.any() else math.nan]
-            )
+            chosen = predict_classes(each, present_only)[kept]
+            right = balanced_accuracy(chosen, each.labels[kept]) if kept.any() else math.nan
+            decided.append([kept.mean(), right])
     means = [float(value) for value in np.mean(errors, 0)]
     return means, [float(value) for value in np.mean(decided, 0)] if len(decided) == len(runs) else None
 
 
-# Table and numbers
-
-
-def interval(result: Result, name: str, index: Any = ()) -> str:
-    """Percent with its interval, such as 93.1 (90.2 to 95.4)."""
-    value, low, high = (
-        100 * float(getattr(rates, name)[index])
-        for rates in (result.estimate.value, result.estimate.low, result.estimate.high)
-    )
-    if math.isnan(value):
-        return "none"
-    return f"{value:.1f}" if math.isnan(low) else f"{value:.1f} ({low:.1f} to {high:.1f})"
-
-
-def print_tables(
-    results: Sequence[Result], runs: Sequence[Run], classes: Sequence[str], console: Console
-) -> None:
-    phantom = any(result.phantom for result in results)
-    mean = f"mean of {len(runs)} runs" if len(runs) > 1 else str(runs[0].folder)
-    title = f"{'PHANTOM DATA, ' * phantom}{mean}: percent, with {LEVEL:.0%} intervals over patients"
-    table = Table(
-        "hospital", "images", "patients", "balanced accuracy", "calibration error", "decided", title=title
-    )
-    for result in results:
-        decided = (
-            ""
-            if result.decided is None
-            else f"{100 * result.decided[0]:.1f} %, {100 * result.decided[1]:.1f}"
-        )
-        errors = " → ".join(f"{100 * error:.1f}" for error in result.calibration_error)
-        images = " ".join(f"{count:,}" for count in sorted(set(result.images)))
-        people = f"{result.patients:,}" + f" {result.unit}" * (result.unit != "patients")
-        table.add_row(result.title, images, people, interval(result, "balanced_accuracy"), errors, decided)
-    console.print(table)
-    table = Table("hospital", "view", "sensitivity", "specificity", title="PHANTOM DATA" if phantom else None)
-    for result in results:
-        for index, view in enumerate(classes):
-            rows = interval(result, "sensitivity", index), interval(result, "specificity", index)
-            table.add_row(
-                result.title if index == 0 else "", view, *rows, end_section=index == len(classes) - 1
-            )
-    console.print(table)
-    explanation = (
-        "before → after the temperature; decided: images above the threshold, and balanced accuracy on these"
-    )
-    console.print(f"calibration error: {explanation}", soft_wrap=True)
-    if phantom:
-        console.print(PHANTOM, soft_wrap=True)
-
-
-def as_numbers(
-    results: Sequence[Result], runs: Sequence[Run], classes: Sequence[str], args: EvaluateArguments
+def describe(
+    results: Sequence[SiteResult], runs: Sequence[EvaluatedRun], args: Heart2HeartArguments
 ) -> dict[str, Any]:
-    """Everything for JSON; None where there is no number."""
+    """Everything that goes into heart2heart.json."""
+    classes = runs[0].classifier.classes
     return {
-        "phantom": any(result.phantom for result in results),
-        "note": PHANTOM if any(result.phantom for result in results) else None,
+        "phantom": any_phantom(results),
+        "note": PHANTOM if any_phantom(results) else None,
         "runs": [str(run.folder) for run in runs],
-        "classes": list(classes),
+        "classes": classes,
         "present_only": args.present_only,
         "bootstrap": {"over": "patients", "draws": args.draws, "level": LEVEL, "seed": args.seed},
         "calibration": {str(run.folder): run.calibration and asdict(run.calibration) for run in runs},
-        "sites": {
-            result.name: {
-                "title": result.title,
-                "phantom": result.phantom,
-                "images": result.images,
-                result.unit: result.patients,
-                "balanced_accuracy": entry(result.estimate, "balanced_accuracy"),
-                "sensitivity": {n: entry(result.estimate, "sensitivity", i) for i, n in enumerate(classes)},
-                "specificity": {n: entry(result.estimate, "specificity", i) for i, n in enumerate(classes)},
-                "calibration_error": dict(zip(("before", "after"), result.calibration_error, strict=True)),
-                "decided": result.decided
-                and dict(zip(("share", "balanced_accuracy"), map(number, result.decided), strict=True)),
-                "confusion": result.counts.tolist(),
-            }
-            for result in results
-        },
+        "sites": {result.name: as_numbers(result, classes) for result in results},
     }
-
-
-def entry(found: Estimate, name: str, index: Any = ()) -> dict[str, Any]:
-    ends = {end: number(getattr(getattr(found, end), name)[index]) for end in ("value", "low", "high")}
-    return ends | {
-        "runs": [number(value) for value in getattr(found.runs, name)[(slice(None), *np.atleast_1d(index))]]
-    }
-
-
-def number(value: float) -> float | None:
-    return None if math.isnan(value) else float(value)
-
-
-# Figures
-
-
-def plot_forest(results: Sequence[Result], classes: Sequence[str]) -> Figure:
-    """Balanced accuracy and sensitivities of every hospital, with intervals; runs as small dots."""
-    rows: list[tuple[Result, str, Any, str]] = []
-    for result in results:
-        rows.append((result, "balanced_accuracy", (), "balanced accuracy"))
-        shown = [
-            (i, name) for i, name in enumerate(classes) if not np.isnan(result.estimate.value.sensitivity[i])
-        ]
-        rows += [(result, "sensitivity", index, name) for index, name in shown]
-    figure = Figure(
-        (WIDTH, 0.27 * len(rows) + 0.3 * len(results) + 1.1), facecolor="white", layout="constrained"
-    )
-    axes = figure.add_subplot()
-    tidy(axes)
-    axes.grid(axis="y", visible=False)
-    axes.grid(axis="x", color="#E5E5E5", linewidth=0.8)
-    height, ticks = 0.0, []
-    for at, (result, name, index, label) in enumerate(rows):
-        if name == "balanced_accuracy":
-            height += 1.3 if at else 0.0
-            axes.text(
-                0.0,
-                height - 0.75,
-                result.title,
-                transform=axes.get_yaxis_transform(),
-                weight="bold",
-                va="center",
-            )
-        ticks.append((height, label))
-        draw_interval(axes, result.estimate, name, index, height)
-        text = interval(result, name, index)
-        axes.text(1.02, height, text, transform=axes.get_yaxis_transform(), va="center", size=9)
-        height += 1
-    axes.set_yticks([tick for tick, _ in ticks], [label for _, label in ticks])
-    dots = "; dots are single runs" if len(results[0].images) > 1 else ""
-    axes.set(
-        ylim=(height - 0.4, -1.2), xlim=forest_limits(results), xlabel=f"Percent, {LEVEL:.0%} intervals{dots}"
-    )
-    axes.tick_params(axis="y", length=0)
-    axes.spines["left"].set_visible(False)
-    set_title(figure, "View classification", results)
-    return figure
-
-
-def draw_interval(axes: Axes, found: Estimate, name: str, index: Any, height: float) -> None:
-    value, low, high = (
-        100 * float(getattr(rates, name)[index]) for rates in (found.value, found.low, found.high)
-    )
-    overall = name == "balanced_accuracy"
-    colour = BLACK if overall else BLUE
-    axes.plot(
-        [low, high], [height, height], color=colour, linewidth=2.2 if overall else 1.6, solid_capstyle="butt"
-    )
-    axes.plot(value, height, color=colour, marker="D" if overall else "s", markersize=6 if overall else 5)
-    runs = 100 * getattr(found.runs, name)[(slice(None), *np.atleast_1d(index))]
-    if len(runs) > 1:
-        axes.plot(runs, [height + 0.28] * len(runs), color=ORANGE, linestyle="none", marker=".", markersize=5)
-
-
-def forest_limits(results: Sequence[Result]) -> tuple[float, float]:
-    """From a round number below everything that is drawn to 100, with room for the markers."""
-    values = [
-        np.concatenate([np.ravel(rates.sensitivity), np.ravel(rates.balanced_accuracy)])
-        for result in results
-        for rates in (result.estimate.value, result.estimate.low, result.estimate.runs)
-    ]
-    return max(0, 10 * math.floor(10 * float(np.nanmin(np.concatenate(values))) - 0.2)) - 1.5, 101.5
-
-
-def plot_intensities(results: Sequence[Result]) -> Figure:
-    """Share of the pixels at every grey level, on a logarithmic scale, as the network sees them."""
-    figure = Figure((WIDTH, 4.0), facecolor="white", layout="constrained")
-    axes = figure.add_subplot()
-    tidy(axes)
-    styles = {
-        "tmed2": (BLACK, "-"),
-        "unity": (BLUE, "-"),
-        "camus": (ORANGE, "-"),
-        "camus_matched": (GREEN, "--"),
-    }
-    edges = np.arange(0, 257, 4)
-    for result in results:
-        shares = result.intensities.reshape(-1, 4).sum(1) / result.intensities.sum()
-        colour, line = styles[result.name]
-        label = f"{TITLES[result.name]}, {result.intensities[0] / result.intensities.sum():.0%} black"
-        axes.stairs(shares, edges, baseline=None, color=colour, linestyle=line, linewidth=1.6, label=label)
-    axes.set(yscale="log", xlim=(0, 256), xlabel="Grey level", ylabel="Share of pixels, per four levels")
-    axes.set_xticks(range(0, 257, 32))
-    legend_above(axes)
-    set_title(figure, "Intensities", results)
-    return figure
-
-
-def set_title(figure: Figure, title: str, results: Sequence[Result]) -> None:
-    figure.suptitle(f"{title}, PHANTOM DATA" if any(result.phantom for result in results) else title)
-
-
-def save_figures(results: Sequence[Result], classes: Sequence[str], folder: Path) -> list[Path]:
-    figures = {"forest": plot_forest(results, classes), "intensities": plot_intensities(results)}
-    for result in results:
-        figure = plot_confusion(result.counts.sum(0), classes)
-        figure.suptitle(f"{TITLES[result.name]}{', PHANTOM DATA' * result.phantom}")
-        figures[f"confusion_{result.name}"] = figure
-    paths = [folder / f"{name}.png" for name in figures]
-    for path, figure in zip(paths, figures.values(), strict=True):
-        figure.savefig(path, dpi=RESOLUTION)
-    return paths
-
-
-def evaluate(runs: Sequence[Run], args: EvaluateArguments) -> list[Result]:
-    for run in runs if args.tmed2 else ():
-        validation = ask(
-            run.classifier, load_split("tmed2", "validation", args.tmed2, run.classifier, **run.split)
-        )
-        run.calibration = calibrate(validation.logits, validation.labels, args.coverage)
-        if args.write_calibration:
-            write_calibration(run.folder, run.calibration)
-    answers: dict[str, list[Answers]] = {}
-    for run in runs:
-        for name, data in sites(run, args):
-            answers.setdefault(name, []).append(ask(run.classifier, data))
-    return [summarize(name, found, runs, args) for name, found in answers.items()]
 
 
 def main(argv: list[str]) -> None:
     logging.disable_progress_bar()
     try:
-        runs, args = prepare(argv)
+        runs, args = open_runs(argv)
         out = Path(args.out or runs[0].folder / "heart2heart")
-        results = evaluate(runs, args)
+        results = evaluate_sites(runs, args)
         out.mkdir(parents=True, exist_ok=True)
     except (OSError, ValueError) as error:
         sys.exit(f"error: {error}")
-    classes = runs[0].classifier.classes
-    numbers = as_numbers(results, runs, classes, args)
+    numbers = describe(results, runs, args)
     (out / "heart2heart.json").write_text(json.dumps(numbers, indent=2, allow_nan=False))
-    figures = save_figures(results, classes, out)
+    figures = save_figures(results, numbers["classes"], out)
     console = Console()
-    print_tables(results, runs, classes, console)
+    source = f"mean of {len(runs)} runs" if len(runs) > 1 else str(runs[0].folder)
+    print_tables(results, source, numbers["classes"], console)
     console.print(f"{out}: heart2heart.json, {', '.join(figure.name for figure in figures)}", soft_wrap=True)

@@ -19,17 +19,18 @@ from datasets.utils import tqdm
 
 from hf_fixastep.checks import check_choice
 from hf_fixastep.data.files import Source, UnreadableImage, check_unique, printable
-from hf_fixastep.echo.base import VIEWS, EchoConfig, EchoViews, Frame, read_table
+from hf_fixastep.echo.base import EchoBuilder, EchoConfig, Frame, read_columns
 from hf_fixastep.echo.files import (
+    ECHO_VIEWS,
     Tree,
     count_pixels,
     fit,
     quantile_table,
-    read_echo,
     read_grey,
     square_pixels,
     stretch,
 )
+from hf_fixastep.echo.volumes import read_volume
 
 
 DEVS = ("DEV56", "DEV165", "DEV479")  # studies for training and validation
@@ -50,10 +51,8 @@ class Tmed2Config(EchoConfig):
     dev: str = "DEV56"
 
 
-class Tmed2(EchoViews):
-    """TMED-2: echocardiogram views of Boston; few labeled studies, 353,500 unlabeled images. Needs an
-    application.
-    """
+class Tmed2(EchoBuilder):
+    """TMED-2: echocardiogram views of Boston, few labels, 353,500 unlabeled images. Needs an application."""
 
     BUILDER_CONFIG_CLASS = Tmed2Config
     BUILDER_CONFIGS = [Tmed2Config(f"split{number}", VERSION) for number in range(3)]
@@ -62,8 +61,8 @@ class Tmed2(EchoViews):
     homepage = "https://tmed.cs.tufts.edu"
     terms = "TMED-2 is given to approved users alone, who may not pass it on."
     advice = (
-        "apply for access at https://tmed.cs.tufts.edu, and put the CSV files and image folders of the release there, "
-        "extracted or as zip files"
+        "apply for access at https://tmed.cs.tufts.edu, and put the CSV files and image folders of the "
+        "release there, extracted or as zip files"
     )
     citation = """
 @inproceedings{huang2022tmed2,
@@ -94,20 +93,20 @@ class Tmed2(EchoViews):
     def labeled_frames(self, table: str) -> dict[str, list[Frame]]:
         """The rows of the four views; all of their images have to be there."""
         columns = ("query_key", "view_label", "view_classifier_split", "SourceFolder")
-        keys, views, parts, folders = read_table(self.tree, table, columns).values()
+        keys, views, parts, folders = read_columns(self.tree, table, columns).values()
         check_unique(table, keys)
         frames: dict[str, list[Frame]] = {split: [] for split in self.splits_of_table.values()}
         missing = []
         places = self.locate(keys, folders)
         for key, view, part, place in zip(keys, views, parts, places, strict=True):
-            if view.upper() not in VIEWS:
+            if view.upper() not in ECHO_VIEWS:
                 self.passed_over[f"view {view}"] += 1
             elif part not in self.splits_of_table:
                 self.passed_over[f"split {part}"] += 1
             elif place is None:
                 missing.append(key)
             else:
-                label = VIEWS.index(view.upper())
+                label = ECHO_VIEWS.index(view.upper())
                 frames[self.splits_of_table[part]].append(Frame(place, self.patient(key, table), label))
         if missing:
             raise FileNotFoundError(
@@ -136,8 +135,8 @@ class Tmed2(EchoViews):
         match = self.file_name.fullmatch(key)
         if match is None:
             raise ValueError(
-                f"{table} names the image {printable(key)}, which does not tell the patient: expected names such as "
-                "4860s1_0.png for image 0 of study 1 of patient 4860."
+                f"{table} names the image {printable(key)}, which does not tell the patient: expected names "
+                "such as 4860s1_0.png for image 0 of study 1 of patient 4860."
             )
         return match[1]
 
@@ -149,13 +148,12 @@ class Tmed2(EchoViews):
                     self.read_frame(frame)
                 except UnreadableImage as error:
                     raise ValueError(
-                        f"The {split} image {printable(frame.name)} cannot be read: {error}. Download it again."
+                        f"The {split} image {printable(frame.name)} cannot be read: {error}. "
+                        "Download it again."
                     ) from error
 
     def unlabeled_frames(self, taken: set[str]) -> list[Frame]:
-        """Those of a table if there is one, otherwise of the folder unlabeled_set; none of the patients in
-        `taken`.
-        """
+        """Those of a table, or of the folder unlabeled_set, but none of the patients in `taken`."""
         frames: dict[str, Frame] = {}
         for name in self.unlabeled_names():
             key = name.rpartition("/")[2]
@@ -168,8 +166,8 @@ class Tmed2(EchoViews):
                 frames.setdefault(key, Frame(name, match[1], -1))
         if not frames:
             raise FileNotFoundError(
-                f"{self.tree.root} has no image of further patients in a folder unlabeled_set{self.example()}: "
-                "put that folder of the release there, or its zip file."
+                f"{self.tree.root} has no image of further patients in a folder unlabeled_set"
+                f"{self.example()}: put that folder of the release there, or its zip file."
             )
         return [frames[key] for key in sorted(frames)]
 
@@ -180,7 +178,7 @@ class Tmed2(EchoViews):
                 name for name in self.tree if "/unlabeled_set/" in f"/{name}" and name.endswith(".png")
             )
             return
-        keys, folders = read_table(self.tree, table, ("query_key", "SourceFolder")).values()
+        keys, folders = read_columns(self.tree, table, ("query_key", "SourceFolder")).values()
         for key, place in zip(keys, self.locate(keys, folders), strict=True):
             if place is None:
                 self.skip(key, "it does not exist")
@@ -191,9 +189,8 @@ class Tmed2(EchoViews):
 # Unity
 
 
-class Unity(EchoViews):
-    """Unity: echocardiogram views of British hospitals, PLAX, A4C and A2C, for testing. To be downloaded by
-    yourself.
+class Unity(EchoBuilder):
+    """Unity: echocardiogram views of British hospitals, PLAX, A4C and A2C, for testing. Needs a download.
 
     The public files do not tell patients apart: `patient` is the clip.
     """
@@ -207,7 +204,8 @@ class Unity(EchoViews):
     )
     citation = """
 @article{howard2021automated,
-  title = {Automated Left Ventricular Dimension Assessment Using Artificial Intelligence Developed and Validated by a
+  title = {Automated Left Ventricular Dimension Assessment Using Artificial Intelligence Developed \
+and Validated by a
            UK-Wide Collaborative},
   author = {James P. Howard and Catherine C. Stowell and Graham D. Cole and others},
   journal = {Circulation: Cardiovascular Imaging},
@@ -228,7 +226,7 @@ class Unity(EchoViews):
             if name.endswith(".png"):
                 images.setdefault(name.rpartition("/")[2], name)
         views: dict[str, set[str]] = defaultdict(set)
-        for file, view in zip(*read_table(self.tree, table, ("file", "view")).values(), strict=True):
+        for file, view in zip(*read_columns(self.tree, table, ("file", "view")).values(), strict=True):
             views[file].add(view.upper())
         frames = []
         for file, named in sorted(views.items()):
@@ -240,7 +238,7 @@ class Unity(EchoViews):
             elif file not in images:
                 self.skip(file, "it does not exist")
             else:
-                frames.append(Frame(images[file], file.rpartition("-")[0] or file, VIEWS.index(view)))
+                frames.append(Frame(images[file], file.rpartition("-")[0] or file, ECHO_VIEWS.index(view)))
         self.passed_over["not in view_index.csv"] += len(images.keys() - views.keys())
         if not frames:
             raise ValueError(
@@ -270,18 +268,17 @@ class CamusConfig(EchoConfig):
     def sources(self) -> tuple[Source, ...]:
         if self.quantile_match != (self.reference is not None):
             raise ValueError(
-                f"quantile_match is {self.quantile_match} and reference is {self.reference}, but expected both or "
-                "none: give quantile_match=True and reference=, the folder of TMED-2."
+                f"quantile_match is {self.quantile_match} and reference is {self.reference}, but expected "
+                "both or none: give quantile_match=True and reference=, the folder of TMED-2."
             )
         return super().sources + ((self.reference,) if self.reference is not None else ())
 
 
-class Camus(EchoViews):
-    """CAMUS: echocardiogram views of a French hospital, A4C and A2C of 500 patients, for testing. Needs
-    registration.
+class Camus(EchoBuilder):
+    """CAMUS: echocardiogram views of a French hospital, A4C and A2C, for testing. Needs registration.
 
-    End-diastolic and end-systolic images of both releases: MetaImage with pixels that are not square, and
-    NIfTI.
+    End-diastolic and end-systolic images of 500 patients, in the older release (MetaImage, with pixels that
+    are not square) or the newer one (NIfTI).
     """
 
     BUILDER_CONFIG_CLASS = CamusConfig
@@ -290,8 +287,8 @@ class Camus(EchoViews):
     homepage = "https://www.creatis.insa-lyon.fr/Challenge/camus/"
     terms = "CAMUS is given to registered users alone, who may not pass it on."
     advice = (
-        "register at https://www.creatis.insa-lyon.fr/Challenge/camus/, and put the folders training and testing, or "
-        "CAMUS_public, there, extracted or as zip files"
+        "register at https://www.creatis.insa-lyon.fr/Challenge/camus/, and put the folders training and "
+        "testing, or CAMUS_public, there, extracted or as zip files"
     )
     citation = """
 @article{leclerc2019deep,
@@ -321,26 +318,25 @@ class Camus(EchoViews):
             found.setdefault((patient, match[2], match[3]), name)
         if not found:
             raise FileNotFoundError(
-                f"{self.tree.root} has no file such as patient0001/patient0001_2CH_ED.mhd or .nii.gz: {self.advice}."
+                f"{self.tree.root} has no file such as patient0001/patient0001_2CH_ED.mhd or .nii.gz: "
+                f"{self.advice}."
             )
         if len(releases) > 1:
             raise ValueError(
-                f"{self.tree.root} has two releases of CAMUS, with {releases[True]} and {releases[False]}: give the "
-                "folder of one as data_dir."
+                f"{self.tree.root} has two releases of CAMUS, with {releases[True]} and {releases[False]}: "
+                "give the folder of one as data_dir."
             )
         frames = []
         for key in itertools.product(sorted(patients), self.view_names, ("ED", "ES")):
             if key in found:
-                frames.append(Frame(found[key], key[0], VIEWS.index(self.view_names[key[1]])))
+                frames.append(Frame(found[key], key[0], ECHO_VIEWS.index(self.view_names[key[1]])))
             else:
                 self.skip("_".join(key), "it does not exist")
         self.table = self.match_table(frames) if self.config.quantile_match else None
         return {"test": frames}
 
     def patient(self, name: str, number: str, older: bool) -> str:
-        """In the older release the numbers of the folder testing start again at 1; they come after 450
-        others.
-        """
+        """In the older release the numbers of the folder testing start again at 1, after 450 others."""
         again = older and "testing" in (self.tree.root.name, *name.split("/"))
         return f"patient{int(number) + 450 * again:04d}"
 
@@ -349,30 +345,25 @@ class Camus(EchoViews):
         return pixels if self.table is None else self.table[pixels]
 
     def read_unmatched(self, frame: Frame) -> np.ndarray:
-        echo = read_echo(self.tree, frame.name)
-        if len(echo.frames) != 1:
-            raise UnreadableImage(f"it has {len(echo.frames)} frames, expected one")
-        return fit(stretch(square_pixels(echo.frames[0], echo.spacing)))
+        volume = read_volume(self.tree, frame.name)
+        if len(volume.frames) != 1:
+            raise UnreadableImage(f"it has {len(volume.frames)} frames, expected one")
+        return fit(stretch(square_pixels(volume.frames[0], volume.spacing)))
 
     def match_table(self, frames: Sequence[Frame]) -> np.ndarray:
-        """Pixel values with the same quantile in TMED-2; from all pixels of both sets, as the network sees
-        them.
-        """
+        """Pixel values of the same quantile in TMED-2, from all pixels as a network sees them."""
         counts = np.zeros(256, np.int64)
         for frame in tqdm(frames, "Counting pixels of CAMUS", disable=len(frames) <= 100):
             try:
                 counts += count_pixels(self.read_unmatched(frame))
             except UnreadableImage:  # to be listed when the set is built
                 continue
-        return (
-            quantile_table(counts, reference_counts(self.config.trees[1])) if counts.any() else np.arange(256)
-        )
+        reference = reference_counts(self.config.trees[1])
+        return quantile_table(counts, reference) if counts.any() else np.arange(256)
 
 
 def reference_counts(tree: Tree) -> np.ndarray:
-    """How often each pixel value occurs in the images of TMED-2, or in the report.json of a set that was
-    built.
-    """
+    """How often each pixel value occurs in the images of TMED-2, or in the report.json of a built set."""
     names = list(tree)
     if len(names) == 1 and names[0].endswith(".json"):
         try:
@@ -382,7 +373,7 @@ def reference_counts(tree: Tree) -> np.ndarray:
         except (ValueError, KeyError, TypeError):
             pass
         raise ValueError(
-            f"{tree.root / names[0]} has no 256 pixel_counts: give the report.json of TMED-2, or the folder of TMED-2."
+            f"{tree.root / names[0]} has no 256 pixel_counts: give the report.json of TMED-2, or its folder."
         )
     images = [name for name in names if Tmed2.file_name.fullmatch(name.rpartition("/")[2])]
     counts = np.zeros(256, np.int64)

@@ -1,5 +1,4 @@
-"""Tell the views of echocardiograms in a folder: PNG, JPEG, DICOM, MetaImage and NIfTI files, stills and
-clips.
+"""Tell the views of echocardiograms in a folder: PNG, JPEG, DICOM, MetaImage, NIfTI; stills and clips.
 
 fixastep predict --model runs/tmed2-fixmatch --input FOLDER --out views.csv
 
@@ -33,7 +32,7 @@ from transformers.utils import logging
 
 from hf_fixastep.data.files import UnreadableImage, printable
 from hf_fixastep.data.processing import views_of
-from hf_fixastep.echo.clips import PARTS, prepare, read_clip
+from hf_fixastep.echo.clips import PARTS, prepare_frames, read_clip
 from hf_fixastep.echo.files import Tree
 from hf_fixastep.evaluation.calibration import Calibration, probabilities
 from hf_fixastep.runs.arguments import parse
@@ -109,28 +108,30 @@ def study_id(uid: str | None, salt: str) -> str:
 
 
 @dataclass
-class Answers:
-    """Rows of the three files."""
+class ViewTables:
+    """Rows of the three files that are written."""
 
     clips: list[dict[str, Any]] = field(default_factory=list)
     frames: list[dict[str, Any]] = field(default_factory=list)
     skipped: list[dict[str, str]] = field(default_factory=list)
 
 
-def classify(args: PredictArguments, classifier: Classifier, calibration: Calibration, tree: Tree) -> Answers:
-    answers, salt = Answers(), args.salt or secrets.token_hex(32)
+def classify_files(
+    args: PredictArguments, classifier: Classifier, calibration: Calibration, tree: Tree
+) -> ViewTables:
+    tables, salt = ViewTables(), args.salt or secrets.token_hex(32)
     names = [name for name in tree if not name.lower().endswith(PARTS)]
     for name in tqdm(names, "Reading files", unit="file"):
         try:
             clip = read_clip(tree, name)
-            pixels = torch.from_numpy(prepare(clip, args.mask))[:, None]
+            pixels = torch.from_numpy(prepare_frames(clip, args.mask))[:, None]
         except UnreadableImage as error:
-            answers.skipped.append({"file": printable(name), "reason": str(error)})
+            tables.skipped.append({"file": printable(name), "reason": str(error)})
             continue
         frames = probabilities(classifier.logits(pixels), calibration.temperature)
         winner, probability, share = vote(frames)
         below, columns = calibration.abstain_below, [f"probability_{view}" for view in classifier.classes]
-        answers.clips.append(
+        tables.clips.append(
             {
                 "file": printable(name),
                 "study": study_id(clip.study, salt),
@@ -143,7 +144,7 @@ def classify(args: PredictArguments, classifier: Classifier, calibration: Calibr
             }
         )
         for number, row in enumerate(frames):
-            answers.frames.append(
+            tables.frames.append(
                 {
                     "file": printable(name),
                     "frame": number,
@@ -153,10 +154,10 @@ def classify(args: PredictArguments, classifier: Classifier, calibration: Calibr
                     **dict(zip(columns, row, strict=True)),
                 }
             )
-    return answers
+    return tables
 
 
-def load(argv: list[str]) -> tuple[PredictArguments, Classifier, dict[str, float], Tree]:
+def read_inputs(argv: list[str]) -> tuple[PredictArguments, Classifier, Calibration, Tree]:
     """Everything that can be wrong with what the user gave, except for single files, is found in here."""
     args, _ = parse((PredictArguments,), argv)
     if args.batch_size < 1:
@@ -177,21 +178,20 @@ def load(argv: list[str]) -> tuple[PredictArguments, Classifier, dict[str, float
     return args, classifier, calibration, tree
 
 
-def write(answers: Answers, out: Path) -> list[Path]:
+def write_tables(tables: ViewTables, out: Path) -> list[Path]:
     columns = {"clips": ["file", "view"], "frames": ["file", "frame", "view"], "skipped": ["file", "reason"]}
     paths = []
     for part, names in columns.items():
         path = out if part == "clips" else out.with_name(f"{out.stem}_{part}{out.suffix}")
-        rows = getattr(answers, part)
-        pd.DataFrame(rows, columns=list(rows[0]) if rows else names).to_csv(
-            path, index=False, float_format="%.6g"
-        )
+        rows = getattr(tables, part)
+        table = pd.DataFrame(rows, columns=list(rows[0]) if rows else names)
+        table.to_csv(path, index=False, float_format="%.6g")
         paths.append(path)
     return paths
 
 
-def print_table(answers: Answers, classes: list[str], calibration: Calibration, paths: list[Path]) -> None:
-    clips = pd.DataFrame(answers.clips)
+def print_table(tables: ViewTables, classes: list[str], calibration: Calibration, paths: list[Path]) -> None:
+    clips = pd.DataFrame(tables.clips)
     table = Table("view", "files", "abstained")
     for view in classes:
         chosen = clips[clips["view"] == view]
@@ -200,24 +200,24 @@ def print_table(answers: Answers, classes: list[str], calibration: Calibration, 
     console.print(table)
     threshold = f"a probability of {calibration.abstain_below:.2f}, which {calibration.coverage:.0%}"
     console.print(f"abstained: below {threshold} of the validation images reach")
-    for row in answers.skipped[:5]:
+    for row in tables.skipped[:5]:
         console.print(f"skipped {row['file']}: {row['reason']}")
-    console.print(f"{len(clips):,} files used, {len(answers.skipped):,} skipped, written to", *paths)
+    console.print(f"{len(clips):,} files used, {len(tables.skipped):,} skipped, written to", *paths)
     console.print("For research only: not a medical device.")
 
 
 def main(argv: list[str]) -> None:
     logging.disable_progress_bar()  # of the model's files
     try:
-        args, classifier, calibration, tree = load(argv)
+        args, classifier, calibration, tree = read_inputs(argv)
     except (OSError, ValueError) as error:
         sys.exit(f"error: {error}")
-    answers = classify(args, classifier, calibration, tree)
-    paths = write(answers, Path(args.out))
-    if not answers.clips:
-        example = answers.skipped[0] if answers.skipped else {"file": "none", "reason": "there is none"}
+    tables = classify_files(args, classifier, calibration, tree)
+    paths = write_tables(tables, Path(args.out))
+    if not tables.clips:
+        example = tables.skipped[0] if tables.skipped else {"file": "none", "reason": "there is none"}
         sys.exit(
-            f"error: None of the {len(answers.skipped):,} files in {args.input} could be used, such as "
+            f"error: None of the {len(tables.skipped):,} files in {args.input} could be used, such as "
             f"{example['file']}: {example['reason']}. All of them are in {paths[-1]}."
         )
-    print_table(answers, classifier.classes, calibration, paths)
+    print_table(tables, classifier.classes, calibration, paths)

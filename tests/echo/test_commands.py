@@ -13,6 +13,7 @@ import datasets
 import numpy as np
 import pandas as pd
 import PIL.Image
+import pydicom
 import pytest
 import torch
 import yaml
@@ -21,12 +22,15 @@ from sklearn.metrics import balanced_accuracy_score, confusion_matrix, recall_sc
 from transformers import AutoConfig, ViTImageProcessor
 
 from hf_fixastep import WideResNetConfig, WideResNetForImageClassification, load_dataset
-from hf_fixastep.echo import evaluation, prediction
+from hf_fixastep.echo import evaluation, prediction, report
 from tests.echo import echo_sets
-from tests.echo.test_dicom import clip_of, dicom, encoded, pydicom
+from tests.echo.echo_sets import put
+from tests.echo.test_dicom import clip_of, dicom, encoded
 
 
 VIEWS = ["PLAX", "PSAX", "A4C", "A2C"]
+PROBABILITIES = [f"probability_{view}" for view in VIEWS]
+CLIP = "deep/er/IM0001"
 CALIBRATION = {"temperature": 0.05, "abstain_below": 0.6, "coverage": 0.9}
 NAME = "DOE JOHN"
 save_figures = evaluation.save_figures
@@ -36,29 +40,15 @@ UID = "1.2.826.0.1.3680043.8.498.777"
 def save_run(folder: Path, seed: int = 0, split: str = "split0", **settings: Any) -> Path:
     """An untrained model as a run leaves it."""
     torch.manual_seed(seed)
-    names = dict(enumerate(VIEWS))
-    config = WideResNetConfig(
-        depth=10,
-        width=1,
-        num_stages=4,
-        image_size=28,
-        num_labels=4,
-        id2label=names,
-        bn_momentum=0.5,
-        **settings,
-    )
+    shape = {"depth": 10, "width": 1, "num_stages": 4, "image_size": 28, "num_labels": 4, "bn_momentum": 0.5}
+    config = WideResNetConfig(**shape, id2label=dict(enumerate(VIEWS)), **settings)
     model = WideResNetForImageClassification(config)
     with torch.no_grad():  # predictions that differ from image to image
         model.train()(pixel_values=torch.rand(8, 3, 28, 28))
         model.classifier.weight.mul_(5)
     model.save_pretrained(folder)
-    ViTImageProcessor(
-        size={"height": 28, "width": 28},
-        do_convert_rgb=True,
-        do_normalize=False,
-        image_mean=None,
-        image_std=None,
-    ).save_pretrained(folder)
+    plain = {"do_convert_rgb": True, "do_normalize": False, "image_mean": None, "image_std": None}
+    ViTImageProcessor(size={"height": 28, "width": 28}, **plain).save_pretrained(folder)
     (folder / "recipe.yaml").write_text(yaml.safe_dump({"dataset": "tmed2", "dataset_config": split}))
     return folder
 
@@ -76,10 +66,9 @@ def make_images(kinds: list[int], patients: int, seed: int, count: int = 60) -> 
     features = datasets.Features(
         image=datasets.Image(), label=datasets.ClassLabel(names=VIEWS), patient=datasets.Value("string")
     )
+    pixels = random.integers(0, 256, (count, 28, 28), dtype=np.uint8)
     rows = {
-        "image": [
-            PIL.Image.fromarray(random.integers(0, 256, (28, 28), dtype=np.uint8)) for _ in range(count)
-        ],
+        "image": [PIL.Image.fromarray(frame) for frame in pixels],
         "label": [kinds[i % len(kinds)] for i in range(count)],
         "patient": [f"p{i % patients}" for i in range(count)],
     }
@@ -88,9 +77,7 @@ def make_images(kinds: list[int], patients: int, seed: int, count: int = 60) -> 
 
 @pytest.fixture
 def hospitals(monkeypatch, tmp_path) -> dict[tuple, datasets.Dataset]:
-    """Three sets in memory instead of the builders, by name, config and split; Unity has no PSAX, CAMUS two
-    views.
-    """
+    """Three sets in memory instead of the builders; Unity has no PSAX, CAMUS two views."""
     found = {
         **{("tmed2", f"split{k}", "validation"): make_images([0, 1, 2, 3], 5, 10 + k) for k in range(3)},
         **{("tmed2", f"split{k}", "test"): make_images([0, 1, 2, 3], 7, 20 + k) for k in range(3)},
@@ -139,17 +126,12 @@ def test_the_evaluation_gives_the_numbers_of_scikit_learn(run, hospitals, tmp_pa
             negatives = labels != kind
             assert found["specificity"][view]["value"] == pytest.approx(np.mean(guess[negatives] != kind))
             if kind in present:
-                assert found["sensitivity"][view]["value"] == pytest.approx(
-                    recalls[list(present).index(kind)]
-                )
+                recall = recalls[list(present).index(kind)]
+                assert found["sensitivity"][view]["value"] == pytest.approx(recall)
         low, value, high = (found["balanced_accuracy"][name] for name in ("low", "value", "high"))
         assert low < value < high
-    assert numbers["sites"]["unity"]["sensitivity"]["PSAX"] == {
-        "value": None,
-        "low": None,
-        "high": None,
-        "runs": [None],
-    }
+    absent = numbers["sites"]["unity"]["sensitivity"]["PSAX"]
+    assert absent == {"value": None, "low": None, "high": None, "runs": [None]}
     assert numbers["sites"]["unity"]["clips"] == 20
     assert numbers["sites"]["tmed2"]["patients"] == 7
 
@@ -160,24 +142,20 @@ def test_the_calibration_is_fitted_on_validation_and_written_for_predict(run, ho
     labels = (logits.argmax(-1) + (np.arange(60) % 5 == 0)) % 4  # four of five are right
     features = hospitals[key].features
     hospitals[key] = hospitals[key].remove_columns("label").add_column("label", labels).cast(features)
-    evaluation.main([str(run), *folders(tmp_path, "tmed2"), "--coverage", "0.8"])
+    before = (run / "config.json").read_bytes()
+    arguments = [str(run), *folders(tmp_path, "tmed2"), "--coverage", "0.8", "--draws", "100"]
+    evaluation.main([*arguments, "--write_calibration", "false"])
+    assert (run / "config.json").read_bytes() == before
+    evaluation.main(arguments)
     calibration = AutoConfig.from_pretrained(run).calibration
-    losses = {
-        factor: -np.log(
-            softmax(logits / (factor * calibration["temperature"]), -1)[np.arange(60), labels]
-        ).mean()
-        for factor in (0.98, 1, 1.02)
-    }
+    losses = {}
+    for factor in (0.98, 1, 1.02):
+        shares = softmax(logits / (factor * calibration["temperature"]), -1)
+        losses[factor] = -np.log(shares[np.arange(60), labels]).mean()
     assert min(losses, key=losses.__getitem__) == 1
     confidence = softmax(logits / calibration["temperature"], -1).max(-1)
     assert np.mean(confidence >= calibration["abstain_below"] - 1e-6) == pytest.approx(0.8)
     assert numbers_of(run / "heart2heart")["calibration"] == {str(run): calibration}
-
-
-def test_the_calibration_of_a_run_can_be_left_alone(run, hospitals, tmp_path):
-    before = (run / "config.json").read_bytes()
-    evaluation.main([str(run), *folders(tmp_path, "tmed2"), "--write_calibration", "false"])
-    assert (run / "config.json").read_bytes() == before
 
 
 def test_three_runs_are_averaged_each_on_its_own_split(hospitals, tmp_path, capsys):
@@ -204,16 +182,13 @@ def test_answers_may_be_restricted_to_the_views_of_a_hospital(run, hospitals, tm
     assert np.sum(found["confusion"]) == 60
 
 
-def test_intervals_do_not_change_from_call_to_call(run, hospitals, tmp_path):
-    arguments = [str(run), *folders(tmp_path, "unity"), "--draws", "100"]
-    evaluation.main([*arguments, "--out", str(tmp_path / "one")])
-    evaluation.main([*arguments, "--out", str(tmp_path / "two")])
-    assert numbers_of(tmp_path / "one") == numbers_of(tmp_path / "two")
-
-
-def test_figures_are_left_for_every_hospital(run, hospitals, tmp_path, monkeypatch):
+def test_figures_and_the_same_numbers_are_left_by_every_call(run, hospitals, tmp_path, monkeypatch):
+    arguments = [str(run), *folders(tmp_path, "unity", "camus"), "--draws", "100"]
+    evaluation.main(arguments)
+    first = numbers_of(run / "heart2heart")
     monkeypatch.setattr(evaluation, "save_figures", save_figures)
-    evaluation.main([str(run), *folders(tmp_path, "unity", "camus")])
+    evaluation.main(arguments)
+    assert numbers_of(run / "heart2heart") == first
     names = {path.name for path in (run / "heart2heart").glob("*.png")}
     assert names == {"forest.png", "intensities.png", "confusion_unity.png", "confusion_camus.png"}
 
@@ -239,7 +214,7 @@ def phantom(tmp_path_factory) -> Path:
 def test_phantom_data_are_called_so_in_table_numbers_and_figures(run, phantom, capsys, monkeypatch):
     titles = []
     monkeypatch.setattr(
-        evaluation.Figure, "savefig", lambda figure, path, **_: titles.append(figure.get_suptitle())
+        report.Figure, "savefig", lambda figure, *_, **__: titles.append(figure.get_suptitle())
     )
     evaluation.main([str(run), *folders(phantom, "tmed2", "unity", "camus"), "--draws", "100"])
     printed = capsys.readouterr().out
@@ -259,17 +234,8 @@ def test_prediction_and_evaluation_see_the_same_pixels(run, phantom, tmp_path):
     for name in ("tmed2", "camus"):
         data = load_dataset(name, split="test", data_dir=phantom / name)
         by_builder = evaluation.ask(classifier, data).logits
-        arguments = [
-            "--model",
-            str(run),
-            "--input",
-            str(phantom / name),
-            "--out",
-            str(tmp_path / "views.csv"),
-        ]
-        prediction.main([*arguments, "--mask", "false"])
-        views = pd.read_csv(tmp_path / "views.csv")
-        columns = views[[f"probability_{view}" for view in VIEWS]].to_numpy()
+        views = pd.read_csv(call(run, phantom / name, "--mask", "false", out=tmp_path / "views.csv"))
+        columns = views[PROBABILITIES].to_numpy()
         for row in softmax(by_builder / CALIBRATION["temperature"], -1):
             assert np.abs(columns - row).max(-1).min() < 1e-5
 
@@ -283,63 +249,49 @@ def test_prediction_and_evaluation_see_the_same_pixels(run, phantom, tmp_path):
         (["--tmed2", "x", "--coverage", "1.5"], "coverage is 1.5"),
         (["--tmde2", "x"], "Unknown argument 'tmde2'. Did you mean tmed2?"),
         (["--tmed2", "nowhere"], "There is no folder"),
+        (None, "Found 0 runs"),
+        (["again", "again", "again", "--tmed2", "x"], "Found 4 runs"),
+        (["nowhere", "--tmed2", "x"], "There is no file"),
+        (["digits", "--tmed2", "x"], "trained on digits_open_set, but expected tmed2"),
+        (["letters", "--unity", "unity"], "The model knows a, b, c, d, but unity has PLAX"),
     ],
 )
-def test_a_mistake_in_the_evaluation_ends_in_one_sentence(words, sentence, run):
+def test_a_mistake_in_the_evaluation_ends_in_one_sentence(words, sentence, run, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    put(tmp_path / "digits/recipe.yaml", "dataset: digits_open_set\n")
+    shutil.copytree(run, tmp_path / "letters")
+    config = json.loads((run / "config.json").read_text()) | {"id2label": dict(enumerate("abcd"))}
+    put(tmp_path / "letters/config.json", json.dumps(config))
+    echo_sets.write_unity(tmp_path / "unity")
+    others = words is not None and words[:1] and not words[0].startswith("--") and words[0] != "again"
     with pytest.raises(SystemExit, match=re.escape(sentence)) as stopped:
-        evaluation.main([str(run), *words])
+        evaluation.main(words if others else [] if words is None else [str(run), *words])
     assert "\n" not in str(stopped.value)
-    assert not (run / "heart2heart").exists()
-
-
-def test_the_evaluation_needs_one_to_three_runs_of_tmed2(run, tmp_path):
-    for runs, sentence in (
-        ([], "Found 0 runs"),
-        ([str(run)] * 4, "Found 4 runs"),
-        (["nowhere"], "There is no file"),
-    ):
-        with pytest.raises(SystemExit, match=sentence):
-            evaluation.main([*runs, "--tmed2", str(tmp_path)])
-    (run / "recipe.yaml").write_text("dataset: digits_open_set\n")
-    with pytest.raises(SystemExit, match="trained on digits_open_set, but expected tmed2"):
-        evaluation.main([str(run), "--tmed2", str(tmp_path)])
-
-
-def test_a_model_of_other_classes_is_an_error(run, hospitals, tmp_path):
-    config = json.loads((run / "config.json").read_text())
-    config["id2label"] = {str(number): name for number, name in enumerate("abcd")}
-    (run / "config.json").write_text(json.dumps(config))
-    with pytest.raises(SystemExit, match="The model knows a, b, c, d, but unity has PLAX"):
-        evaluation.main([str(run), *folders(tmp_path, "unity")])
+    assert not list(tmp_path.rglob("heart2heart"))
 
 
 # Prediction
 
 
 def read_outputs(out: Path) -> dict[str, pd.DataFrame]:
-    parts = {
-        "clips": out,
-        "frames": out.with_name("views_frames.csv"),
-        "skipped": out.with_name("views_skipped.csv"),
-    }
-    return {name: pd.read_csv(path, keep_default_na=False) for name, path in parts.items()}
+    names = {"clips": "views.csv", "frames": "views_frames.csv", "skipped": "views_skipped.csv"}
+    return {part: pd.read_csv(out.with_name(name), keep_default_na=False) for part, name in names.items()}
 
 
 @pytest.fixture
 def studies(tmp_path) -> Path:
     """A folder with a clip, a still, and what is none."""
     folder = tmp_path / "studies"
-    (folder / "deep" / "er").mkdir(parents=True)
     pictures, _ = clip_of(3, (120, 160))
-    (folder / "deep" / "er" / "IM0001").write_bytes(encoded(dicom(pictures, StudyInstanceUID=UID)))
+    put(folder / CLIP, encoded(dicom(pictures, StudyInstanceUID=UID)))
     PIL.Image.fromarray(pictures[0]).save(folder / "still.jpg", quality=95)
-    (folder / "notes.txt").write_text("nothing")
-    (folder / "broken.png").write_bytes(b"\x89PNG\r\n\x1a\n")
+    put(folder / "notes.txt", "nothing")
+    put(folder / "broken.png", b"\x89PNG\r\n\x1a\n")
     return folder
 
 
-def call(run: Path, folder: Path, *more: str) -> Path:
-    out = folder.parent / "out" / "views.csv"
+def call(run: Path, folder: Path, *more: str, out: Path | None = None) -> Path:
+    out = out or folder.parent / "out" / "views.csv"
     prediction.main(["--model", str(run), "--input", str(folder), "--out", str(out), *more])
     return out
 
@@ -347,17 +299,15 @@ def call(run: Path, folder: Path, *more: str) -> Path:
 def test_files_frames_and_skipped_files_are_listed(run, studies, capsys):
     found = read_outputs(call(run, studies))
     clips, frames, skipped = found["clips"].set_index("file"), found["frames"], found["skipped"]
-    assert sorted(clips.index) == ["deep/er/IM0001", "still.jpg"]
-    assert list(clips.loc["deep/er/IM0001", ["frames"]]) == [3]
-    assert list(frames[frames["file"] == "deep/er/IM0001"]["frame"]) == [0, 1, 2]
+    assert sorted(clips.index) == [CLIP, "still.jpg"]
+    assert clips.loc[CLIP, "frames"] == 3
     assert set(skipped["file"]) == {"notes.txt", "broken.png"}
-    own = frames[frames["file"] == "deep/er/IM0001"]
-    columns = [f"probability_{view}" for view in VIEWS]
-    np.testing.assert_allclose(own[columns].sum(1), 1, atol=1e-4)
-    assert list(own["view"]) == [VIEWS[number] for number in own[columns].to_numpy().argmax(-1)]
-    np.testing.assert_allclose(
-        clips.loc["deep/er/IM0001", columns].astype(float), own[columns].mean(0), atol=1e-5
-    )
+    own = frames[frames["file"] == CLIP]
+    assert list(own["frame"]) == [0, 1, 2]
+    np.testing.assert_allclose(own[PROBABILITIES].sum(1), 1, atol=1e-4)
+    assert list(own["view"]) == [VIEWS[number] for number in own[PROBABILITIES].to_numpy().argmax(-1)]
+    means = own[PROBABILITIES].mean(0)
+    np.testing.assert_allclose(clips.loc[CLIP, PROBABILITIES].astype(float), means, atol=1e-5)
     printed = capsys.readouterr().out
     assert "2 files used, 2 skipped" in printed
     assert "not a medical device" in printed
@@ -365,11 +315,10 @@ def test_files_frames_and_skipped_files_are_listed(run, studies, capsys):
 
 def test_probabilities_are_scaled_and_low_ones_abstained(run, studies):
     frames = read_outputs(call(run, studies))["frames"]
-    columns = [f"probability_{view}" for view in VIEWS]
-    assert list(frames["abstain"]) == [value < 0.6 for value in frames[columns].max(1)]
+    assert list(frames["abstain"]) == [value < 0.6 for value in frames[PROBABILITIES].max(1)]
     plain = read_outputs(call(run, studies, "--uncalibrated", "true"))["frames"]
-    powers = plain[columns].to_numpy() ** (1 / CALIBRATION["temperature"])
-    np.testing.assert_allclose(frames[columns], powers / powers.sum(1, keepdims=True), atol=1e-3)
+    powers = plain[PROBABILITIES].to_numpy() ** (1 / CALIBRATION["temperature"])
+    np.testing.assert_allclose(frames[PROBABILITIES], powers / powers.sum(1, keepdims=True), atol=1e-3)
     assert not plain["abstain"].any()
 
 
@@ -388,27 +337,21 @@ def test_a_clip_is_decided_by_the_votes_of_its_frames(frames, expected):
 def test_a_clip_abstains_by_its_mean_probability(run, studies, monkeypatch):
     logits = np.log([[0.9, 0.1, 1e-9, 1e-9], [0.9, 0.1, 1e-9, 1e-9], [1e-3, 0.999, 1e-9, 1e-9]])
     monkeypatch.setattr(prediction.Classifier, "logits", lambda *_: logits * CALIBRATION["temperature"])
-    clips = read_outputs(call(run, studies))["clips"].set_index("file")
-    assert list(clips.loc["deep/er/IM0001", ["view", "votes", "abstain"]]) == [
-        "PLAX",
-        pytest.approx(2 / 3, 1e-4),
-        False,
-    ]
-    assert float(clips.loc["deep/er/IM0001", "probability"]) == pytest.approx((0.9 + 0.9 + 0.001) / 3, 1e-4)
+    clip = read_outputs(call(run, studies))["clips"].set_index("file").loc[CLIP]
+    assert (clip["view"], clip["abstain"]) == ("PLAX", False)
+    assert clip["votes"] == pytest.approx(2 / 3, 1e-4)
+    assert clip["probability"] == pytest.approx((0.9 + 0.9 + 0.001) / 3, 1e-4)
 
 
 def test_the_study_id_is_a_salted_hash(run, studies):
-    first, second = (read_outputs(call(run, studies))["clips"].set_index("file")["study"] for _ in range(2))
-    salted = [
-        read_outputs(call(run, studies, "--salt", "s3cret"))["clips"].set_index("file")["study"]
-        for _ in range(2)
-    ]
-    clip = "deep/er/IM0001"
-    assert first[clip] != second[clip]
+    salts = [(), (), ("--salt", "s3cret"), ("--salt", "s3cret")]
+    tables = [read_outputs(call(run, studies, *salt))["clips"].set_index("file") for salt in salts]
+    first, second, *salted = (table.loc[CLIP, "study"] for table in tables)
+    assert first != second
     expected = hashlib.sha256(b"s3cret\0" + UID.encode()).hexdigest()[:16]
-    assert salted[0][clip] == salted[1][clip] == expected
-    assert hashlib.sha256(UID.encode()).hexdigest()[:16] not in (first[clip], expected)
-    assert first["still.jpg"] == ""
+    assert salted == [expected, expected]
+    assert hashlib.sha256(UID.encode()).hexdigest()[:16] not in (first, expected)
+    assert tables[0].loc["still.jpg", "study"] == ""
 
 
 TEXTS = {"AE", "CS", "LO", "LT", "PN", "SH", "ST", "UC", "UT"}
@@ -432,7 +375,6 @@ def plant_names(data: Any) -> int:
 def test_no_header_value_reaches_any_output(run, tmp_path, capfd, caplog):
     """Names in a thousand fields of good and of bad files; files, screen and log are searched."""
     folder = tmp_path / "named"
-    folder.mkdir()
     pictures, _ = clip_of(2, (120, 160))
     bad = {
         "good": {},
@@ -447,19 +389,18 @@ def test_no_header_value_reaches_any_output(run, tmp_path, capfd, caplog):
         assert plant_names(data) > 1000
         for keyword, value in elements.items():
             setattr(data, keyword, value)
-        (folder / name).write_bytes(encoded(data))
-    (folder / "damaged").write_bytes(encoded(data)[:-500])
-    (folder / "clip.mhd").write_text(
-        f"PatientName = {NAME}\nDimSize = {NAME}\nElementDataFile = {NAME}.raw\n"
-    )
+        put(folder / name, encoded(data))
+    put(folder / "damaged", encoded(data)[:-500])
+    put(folder / "clip.mhd", f"PatientName = {NAME}\nDimSize = {NAME}\nElementDataFile = {NAME}.raw\n")
+    still = echo_sets.nifti(echo_sets.heart("x"))
+    put(folder / "still.nii", still[:148] + NAME.encode() * 13 + still[252:])
     capfd.readouterr()
     caplog.clear()  # of what was said while they were written
     out = call(run, folder)
-    assert list(read_outputs(out)["clips"]["file"]) == ["good"]
+    assert list(read_outputs(out)["clips"]["file"]) == ["good", "still.nii"]
     assert len(read_outputs(out)["skipped"]) >= 5
-    everything = (
-        "".join(path.read_text() for path in out.parent.iterdir()) + "".join(capfd.readouterr()) + caplog.text
-    )
+    written = "".join(path.read_text() for path in out.parent.iterdir())
+    everything = written + "".join(capfd.readouterr()) + caplog.text
     for secret in ("DOE", "JOHN", UID, UID[-10:]):
         assert secret not in everything
 
@@ -468,59 +409,47 @@ def test_no_header_value_reaches_any_output(run, tmp_path, capfd, caplog):
     ("words", "sentence"),
     [
         (["--input", "nowhere"], "There is no folder"),
+        (["--input", "empty"], "holds no file"),
         (["--batch_size", "0"], "batch_size is 0"),
         (["--model", "nowhere"], "nowhere holds no trained model that could be loaded"),
+        (
+            ["--model", "plain"],
+            "run fixastep heart2heart plain --tmed2 FOLDER first, or add --uncalibrated true",
+        ),
+        (["--out", "empty"], "which is a folder"),
         (["--inptu", "x"], "Unknown argument 'inptu'. Did you mean input?"),
+        (["--input", "damaged"], "cannot be read as a zip file"),
+        (
+            ["--input", "useless"],
+            "None of the 1 files in useless could be used, such as notes.txt: it is no im",
+        ),
     ],
 )
-def test_a_mistake_in_the_prediction_ends_in_one_sentence(words, sentence, run, studies):
+def test_a_mistake_in_the_prediction_ends_in_one_sentence(
+    words, sentence, run, studies, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    save_run(tmp_path / "plain")
+    put(tmp_path / "damaged/more.zip", b"PK no zip")
+    put(tmp_path / "useless/notes.txt", "nothing")
     with pytest.raises(SystemExit, match=re.escape(sentence)) as stopped:
         call(run, studies, *words)
     assert "\n" not in str(stopped.value)
-
-
-def test_an_output_that_is_a_folder_is_an_error(run, studies, tmp_path):
-    with pytest.raises(SystemExit, match="which is a folder"):
-        prediction.main(["--model", str(run), "--input", str(studies), "--out", str(tmp_path)])
-
-
-def test_an_empty_folder_is_an_error(run, tmp_path):
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(SystemExit, match="holds no file"):
-        call(run, tmp_path / "empty")
+    if "useless" in words:
+        assert list(pd.read_csv(tmp_path / "out" / "views_skipped.csv")["file"]) == ["notes.txt"]
 
 
 def test_a_folder_that_may_not_be_opened_is_an_error(run, studies, monkeypatch):
     def refuse(path):
         raise PermissionError(13, "Permission denied", str(path))
 
-    monkeypatch.setattr("hf_fixastep.echo.files.os.scandir", refuse)
+    monkeypatch.setattr("os.scandir", refuse)
     with pytest.raises(SystemExit, match="Permission denied"):
         call(run, studies)
 
 
-def test_a_damaged_zip_file_is_an_error(run, studies):
-    (studies / "more.zip").write_bytes(b"PK no zip")
-    with pytest.raises(SystemExit, match="cannot be read as a zip file"):
-        call(run, studies)
-
-
-def test_a_folder_without_any_echo_lists_all_its_files(run, studies, tmp_path):
-    shutil.rmtree(studies / "deep")
-    (studies / "still.jpg").unlink()
-    with pytest.raises(SystemExit, match=r"None of the 2 files .* could be used, such as"):
-        call(run, studies)
-    assert len(pd.read_csv(tmp_path / "out" / "views_skipped.csv")) == 2
-
-
-def test_a_model_without_calibration_is_refused_until_told(studies, tmp_path):
+def test_one_file_may_be_given_instead_of_a_folder_and_a_model_without_calibration(studies, tmp_path):
     run = save_run(tmp_path / "plain")
-    with pytest.raises(SystemExit, match=r"has no calibration.*evaluate\.py .*--uncalibrated true"):
-        call(run, studies)
-    assert len(read_outputs(call(run, studies, "--uncalibrated", "true"))["clips"]) == 2
-
-
-def test_one_file_may_be_given_instead_of_a_folder(run, studies):
-    out = studies.parent / "one.csv"
-    prediction.main(["--model", str(run), "--input", str(studies / "still.jpg"), "--out", str(out)])
+    out = call(run, studies / "still.jpg", "--uncalibrated", "true", out=tmp_path / "one.csv")
     assert list(pd.read_csv(out)["file"]) == ["still.jpg"]
