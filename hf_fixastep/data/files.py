@@ -268,7 +268,7 @@ def list_labeled(setting: str, source: Source, group: str | None) -> Listing:
 
 def list_classes(path: str) -> Listing:
     """The images in the sub-folders of a folder, each of them a class."""
-    listing = walk(path)
+    listing = list_images(path)
     stray = [name for name in listing.names if os.sep not in name]
     if stray:
         raise ValueError(
@@ -304,7 +304,7 @@ def list_one(setting: str, path: str, group: str | None) -> Listing:
     if is_table(path):
         return read_table(path, group, labeled=False)
     if os.path.isdir(path):
-        listing = walk(path)
+        listing = list_images(path)
     elif glob.has_magic(path):
         listing = expand(path)
     else:
@@ -321,32 +321,61 @@ def is_table(path: str) -> bool:
     return path.lower().endswith(TABLES) and os.path.isfile(path)
 
 
-def walk(folder: str) -> Listing:
-    """Image files at any depth. Links are followed, except back to a folder above them."""
-    listing = Listing(folder)
+def walk(
+    root: Source, passed_over: Counter[str] | None = None
+) -> Iterator[tuple[str, os.stat_result | None]]:
+    """Names of the files below a folder at any depth, sorted, and their states (None for a broken link).
+
+    Hidden files and folders are passed over. Links are followed, except back to a folder above them. A folder
+    inside that cannot be opened is given like a file, with the state of a folder.
+
+    Args:
+        passed_over: counts what was passed over, by reason.
+    """
+    counts = Counter() if passed_over is None else passed_over
+    found: list[tuple[str, os.stat_result | None]] = []
     waiting: list[tuple[str, frozenset[tuple[int, int]]]] = [("", frozenset())]
     while waiting:
         below, above = waiting.pop()
+        here = None
         try:
-            here = os.stat(os.path.join(folder, below))
-            entries = list(os.scandir(os.path.join(folder, below)))
+            here = os.stat(os.path.join(root, below))
+            entries = list(os.scandir(os.path.join(root, below)))
         except OSError:
-            listing.names.append(below)  # a folder that cannot be opened counts as a file that cannot be read
+            if not below:
+                raise
+            found.append((below, here))
             continue
         identity = (here.st_dev, here.st_ino)
         if identity in above:
-            listing.passed_over["link to a folder above"] += 1
+            counts["link to a folder above"] += 1
             continue
         for entry in entries:
             name = os.path.join(below, entry.name)
-            is_folder = entry.is_dir(follow_symlinks=False) or (
-                entry.is_symlink() and os.path.isdir(entry.path)
-            )
-            if is_folder and not entry.name.startswith("."):
+            if entry.name.startswith("."):
+                counts["hidden"] += 1
+            elif entry.is_dir():
                 waiting.append((name, above | {identity}))
             else:
-                add_if_image(listing, name)
-    listing.names.sort()
+                found.append((name, state_of(entry)))
+    yield from sorted(found, key=lambda file: file[0])
+
+
+def state_of(entry: os.DirEntry[str]) -> os.stat_result | None:
+    try:
+        return entry.stat()
+    except OSError:
+        return None
+
+
+def list_images(folder: str) -> Listing:
+    """Image files at any depth; a folder that cannot be opened counts as an image that cannot be read."""
+    listing = Listing(folder)
+    for name, state in walk(folder, listing.passed_over):
+        if state is not None and stat.S_ISDIR(state.st_mode):
+            listing.names.append(name)
+        else:
+            add_if_image(listing, name)
     return listing
 
 
@@ -373,7 +402,7 @@ def expand(pattern: str) -> Listing:
         if not os.path.isdir(os.path.join(listing.root, match)):
             add_if_image(listing, match)
         elif "**" not in pattern:
-            inside = walk(os.path.join(listing.root, match))
+            inside = list_images(os.path.join(listing.root, match))
             listing.names += [os.path.join(match, name) for name in inside.names]
             listing.passed_over += inside.passed_over
     return listing
