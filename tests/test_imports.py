@@ -38,9 +38,7 @@ ALLOWED = {
     "hub.client": set(),
     "hub": {"checkpoints", "data", "losses", "models", "names"},
     "callbacks": {"checkpoints", "hub", "losses", "step"},
-    "data.doctor": {"data", "models"},  # a program, which times a step
-    "data.registry": {"data", "echo.heart2heart"},
-    "data": {"hub.client"},
+    "data": {"_compat", "hub.client"},
     "echo.evaluation": {"data", "echo", "evaluation", "hub.cards", "plots", "runs"},
     "echo.prediction": {"data", "echo", "evaluation", "runs", "trainer"},
     "echo": {"data"},

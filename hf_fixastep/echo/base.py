@@ -20,8 +20,8 @@ import numpy as np
 import pandas as pd
 import PIL.Image
 
+from hf_fixastep.data.base import REPORT, ImageSet
 from hf_fixastep.data.files import Picture, Source, UnreadableImage, encode, one_line, printable, read_column
-from hf_fixastep.data.folders import REPORT
 from hf_fixastep.echo import files
 from hf_fixastep.echo.files import Tree, count_pixels, fit, is_phantom, read_grey
 
@@ -66,7 +66,7 @@ class EchoConfig(datasets.BuilderConfig):
         return f"{self.name}-{content.hexdigest()[:16]}"
 
 
-class EchoViews(datasets.GeneratorBasedBuilder):
+class EchoViews(ImageSet):
     """What the three sets share; a subclass finds the frames and reads them."""
 
     BUILDER_CONFIG_CLASS = EchoConfig

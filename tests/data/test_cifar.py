@@ -19,16 +19,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from hf_fixastep.data import cifar, load_dataset
-from hf_fixastep.data.cifar import (
-    CIFAR10,
-    CIFAR100,
-    Batch,
-    Cifar10SixAnimal,
-    Cifar100FiftyClass,
-    Rows,
-    read_cifar,
-)
+from hf_fixastep.data import cifar, cifar_files, load_dataset
+from hf_fixastep.data.cifar import Cifar10SixAnimal, Cifar100FiftyClass
+from hf_fixastep.data.cifar_files import CIFAR10, CIFAR100, Batch, read_cifar
+from hf_fixastep.data.open_set import Rows, split_rows
 
 
 SPLITS = ["labeled", "unlabeled", "validation", "test"]
@@ -107,7 +101,7 @@ def rows_of(
     labels: np.ndarray, config: str = "zeta50", count: int = 400, seed: int = 0, oracle: bool = False
 ) -> dict[str, np.ndarray]:
     unlabeled = [c for c in Cifar10SixAnimal.unlabeled_classes[config] if 2 <= c <= 7 or not oracle]
-    return cifar.split_rows(labels, range(2, 8), unlabeled, 500, count, seed)
+    return split_rows(labels, range(2, 8), unlabeled, {"validation": 500, "labeled": count}, seed)
 
 
 @needs_cifar10
@@ -145,7 +139,7 @@ class TestRealSources:
         (tmp_path / "plain_text").mkdir()
         pq.write_table(table.slice(0, 17_000), tmp_path / "plain_text/train-00000-of-00002.parquet")
         pq.write_table(table.slice(17_000), tmp_path / "plain_text/train-00001-of-00002.parquet")
-        rows = cifar._read_parquet(CIFAR10, "train", sorted(tmp_path.glob("*/*")), tmp_path)
+        rows = cifar_files._read_parquet(CIFAR10, "train", sorted(tmp_path.glob("*/*")), tmp_path)
         assert same((rows, rows), (official[0], official[0]))
         shutil.rmtree(tmp_path / "plain_text")
 
@@ -316,7 +310,8 @@ def tiny_files(tmp_path_factory):
         batches[name] = (Batch(name, md5(contents[name]), hashlib.sha1(records).hexdigest()),)
         (root / "extracted/cifar-100-python" / name).write_bytes(contents[name])
         images = [
-            {"bytes": cifar.to_png(image), "path": f"{y}.png"} for image, y in zip(pixels, fine, strict=True)
+            {"bytes": cifar_files.to_png(image), "path": f"{y}.png"}
+            for image, y in zip(pixels, fine, strict=True)
         ]
         table = pa.table({"img": images, "fine_label": fine, "coarse_label": fine // 5})
         half = len(fine) // 2
@@ -346,7 +341,7 @@ def tiny(tiny_files, monkeypatch, tmp_path):
     _, description, root = tiny_files
     shutil.copytree(root, tmp_path / "raw")
     monkeypatch.setattr(Cifar100FiftyClass, "cifar", description)
-    monkeypatch.setattr(Cifar100FiftyClass, "validation_per_class", 5)
+    monkeypatch.setattr(Cifar100FiftyClass, "per_class", {"validation": 5})
     return Tiny(tmp_path / "raw", tmp_path / "cache", monkeypatch)
 
 
@@ -380,7 +375,7 @@ class Tiny:
 class TestTinyCifar100:
     def test_every_source_gives_the_same_splits(self, tiny, tiny_files):
         rows = tiny_files[0]
-        expected = cifar.split_rows(rows[0].labels, range(50), range(25, 75), 5, 4, 0)
+        expected = split_rows(rows[0].labels, range(50), range(25, 75), {"validation": 5, "labeled": 4}, 0)
         for source in ("archive", "extracted", "extracted/cifar-100-python", "parquet", "parquet/cifar100"):
             data = tiny.load(source)
             for name, part in expected.items():
@@ -523,7 +518,7 @@ class TestSettings:
 
     def test_settings_are_named(self):
         with pytest.raises(
-            ValueError, match="Choose one of labels_per_class, seed, oracle, foreign, split, streaming"
+            ValueError, match="Choose one of labels_per_class, seed, foreign, oracle, split, streaming"
         ):
             load_dataset("cifar10_six_animal", orakel=True)
 
@@ -566,7 +561,7 @@ class TestRefusals:
     def test_changed_batch(self, tiny):
         batch = tiny.root / "extracted/cifar-100-python/train"
         batch.write_bytes(batch.read_bytes()[:-1])
-        tiny.monkeypatch.setattr(cifar.ArrayUnpickler, "load", None)  # it does not come to unpickling
+        tiny.monkeypatch.setattr(cifar_files.ArrayUnpickler, "load", None)  # it does not come to unpickling
         assert tiny.refuses("extracted").startswith(f"{batch} has the MD5 ")
 
     def test_missing_batch(self, tiny):
@@ -644,7 +639,7 @@ class TestRefusals:
         else:
             pixels = pixels_of([PIL.Image.open(io.BytesIO(rows[7]["img"]["bytes"]))])[0]
             pixels[0] ^= 1
-            rows[7]["img"]["bytes"] = cifar.to_png(pixels)
+            rows[7]["img"]["bytes"] = cifar_files.to_png(pixels)
         pq.write_table(pa.Table.from_pylist(rows), file)
         assert tiny.refuses("parquet") == (
             f"The parquet files of train in {file.parent} hold other images or labels than CIFAR-100, or not batch by "
@@ -675,7 +670,9 @@ class TestBatchOrder:
 
     def order(self, *numbers: int) -> list[int] | None:
         labels = np.repeat(np.array(numbers, np.uint8), 2)
-        order = cifar._official_order(self.BATCHES, np.repeat(labels[:, None], 3072, axis=1), labels[:, None])
+        order = cifar_files._official_order(
+            self.BATCHES, np.repeat(labels[:, None], 3072, axis=1), labels[:, None]
+        )
         return None if order is None else order.tolist()
 
     def test_batches_are_put_in_order(self):
@@ -738,4 +735,4 @@ class TestHostilePickles:
     )
     def test_side_doors_are_shut(self, content):
         with pytest.raises((pickle.UnpicklingError, ValueError)):
-            cifar.ArrayUnpickler(io.BytesIO(content)).load()
+            cifar_files.ArrayUnpickler(io.BytesIO(content)).load()

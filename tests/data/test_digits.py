@@ -9,15 +9,19 @@ import pytest
 from sklearn.datasets import load_digits
 
 from hf_fixastep.data import load_dataset
-from hf_fixastep.data.digits import UNLABELED_DIGITS, read_digits, split_digits
+from hf_fixastep.data.digits import DigitsOpenSet, read_digits
+from hf_fixastep.data.open_set import split_rows, split_test
 
 
 LABELS = load_digits().target
+UNLABELED_DIGITS = DigitsOpenSet.unlabeled_classes
 SPLITS = ["labeled", "unlabeled", "validation", "test"]
 
 
 def rows(zeta: str = "zeta50", labels_per_class: int = 5, seed: int = 0) -> dict[str, np.ndarray]:
-    return split_digits(LABELS, UNLABELED_DIGITS[zeta], labels_per_class, seed)
+    shown = UNLABELED_DIGITS[zeta]
+    rows = split_rows(LABELS, range(6), shown, DigitsOpenSet.per_class | {"labeled": labels_per_class}, seed)
+    return {**rows, "test": rows["test"][split_test(LABELS[rows["test"]], range(6), shown)["test"]]}
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ import pytest
 from datasets.data_files import EmptyDatasetError
 from sklearn.datasets import load_digits
 
-from hf_fixastep.data import cifar, digits, export_dataset, list_datasets, load_dataset
+from hf_fixastep.data import cifar_files, export_dataset, list_datasets, load_dataset
 from hf_fixastep.data.cifar import Cifar10SixAnimal, Cifar100FiftyClass
 from hf_fixastep.data.digits import DigitsOpenSet
 from hf_fixastep.data.registry import DATASETS, dataset_card
@@ -252,14 +252,14 @@ class TestCards:
         lines = (CARDS / f"{name}.md").read_text().splitlines()
         told = dict(line.strip("| ").split(" | ") for line in lines if line.count("|") == 3)
         if name == "digits_open_set":
-            expected = {c: ", ".join(map(str, d)) for c, d in digits.UNLABELED_DIGITS.items()}
+            expected = {c: ", ".join(map(str, d)) for c, d in DigitsOpenSet.unlabeled_classes.items()}
         elif name == "cifar10_six_animal":
-            names = cifar.CIFAR10.class_names
+            names = cifar_files.CIFAR10.class_names
             expected = {
                 c: ", ".join(names[y] for y in ids) for c, ids in Cifar10SixAnimal.unlabeled_classes.items()
             }
         else:
-            names = cifar.CIFAR100.class_names
+            names = cifar_files.CIFAR100.class_names
             expected = {
                 c: f"{ids[0]} ({names[ids[0]]}) to {ids[-1]} ({names[ids[-1]]})"
                 for c, ids in Cifar100FiftyClass.unlabeled_classes.items()
@@ -268,7 +268,7 @@ class TestCards:
 
     def test_the_numbers_for_digits_are_right(self):
         assert len(load_digits().target) == 1797
-        assert (digits.TEST_PER_CLASS, digits.VALIDATION_PER_CLASS) == (60, 20)
+        assert DigitsOpenSet.per_class == {"test": 60, "validation": 20}
 
 
 class TestList:

@@ -17,17 +17,11 @@ import torch
 from torchvision.transforms import InterpolationMode
 from torchvision.transforms.v2.functional import resize
 
-from hf_fixastep.data import Images, files, folders, load_dataset
-from hf_fixastep.data.files import (
-    digest,
-    duplicates,
-    encode,
-    list_labeled,
-    list_unlabeled,
-    read_picture,
-    to_8_bits,
-)
-from hf_fixastep.data.folders import cut, folder_report
+from hf_fixastep.data import files, folder_report, folders, load_dataset
+from hf_fixastep.data.cutting import cut
+from hf_fixastep.data.files import digest, encode, read_picture, to_8_bits, walk
+from hf_fixastep.data.images import Images
+from hf_fixastep.data.listings import duplicates, list_labeled, list_unlabeled
 
 
 @pytest.fixture(autouse=True)
@@ -215,12 +209,12 @@ class TestListing:
 
     def test_hidden_and_other_files_are_counted(self, tmp_path):
         save(tmp_path / "a/1.png")
-        for name in (".hidden.png", ".folder/2.png", "a/notes.txt", "a/Thumbs.db"):
+        for name in (".hidden.png", ".folder/2.png", "__MACOSX/3.png", "a/notes.txt", "a/Thumbs.db"):
             (tmp_path / name).parent.mkdir(exist_ok=True)
             (tmp_path / name).write_text("x")
         listing = list_unlabeled("unlabeled", str(tmp_path), None)
         assert listing.names == ["a/1.png"]
-        assert listing.passed_over == {"hidden": 2, "not an image": 2}
+        assert listing.passed_over == {"hidden": 3, "not an image": 2}
 
     def test_links_are_followed_but_not_in_circles(self, tmp_path):
         save(tmp_path / "elsewhere/1.png")
@@ -230,6 +224,24 @@ class TestListing:
         listing = list_unlabeled("unlabeled", tmp_path / "pile", None)
         assert listing.names == ["a/link/1.png"]
         assert listing.passed_over == {"link to a folder above": 1}
+
+    def test_a_walk_gives_sorted_names_and_the_state_of_what_can_be_read(self, tmp_path):
+        for name in ("b/2.txt", "b-c.txt", "b/1/x", ".hidden"):
+            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / name).write_text(name)
+        (tmp_path / "itself").symlink_to("itself")
+        (tmp_path / "nowhere").symlink_to("gone")
+        os.mkfifo(tmp_path / "pipe")
+        assert [(name, state and state.st_size) for name, state in walk(tmp_path)] == [
+            ("b-c.txt", 7),
+            ("b/1/x", 5),
+            ("b/2.txt", 7),
+            ("itself", None),
+            ("nowhere", None),
+            ("pipe", 0),
+        ]
+        with pytest.raises(FileNotFoundError):
+            walk(tmp_path / "gone")
 
     def test_several_sources_are_joined(self, tmp_path):
         make(tmp_path / "one", {"a": 1})

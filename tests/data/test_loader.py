@@ -213,7 +213,7 @@ class TestPairedSampler:
         for epoch in (2, 0, 3, 1):
             epochs.set_epoch(epoch)
             assert list(epochs) == whole[5 * epoch : 5 * epoch + 5]
-        assert [draw.step for draw in whole] == list(range(20))
+        assert [draw.number for draw in whole] == list(range(20))
         assert list(PairedSampler((10, 33), (3, 7), steps_per_epoch=20, seed=4)) != whole
 
     def test_the_two_streams_are_shuffled_apart(self):
@@ -229,7 +229,7 @@ class TestPairedSampler:
         for first, second, both in zip(*ranks, alone, strict=True):
             assert first.labeled + second.labeled == both.labeled
             assert first.unlabeled + second.unlabeled == both.unlabeled
-            steps += [first.step, second.step]
+            steps += [first.number, second.number]
         assert steps == list(range(24, 36))
 
     @pytest.mark.parametrize("unlabeled_size", [0, 33])
@@ -252,7 +252,7 @@ class TestPairedLoader:
             assert (
                 batch["unlabeled"][:, 0, 0, 0].tolist() == batch["unlabeled_index"].tolist() == draw.unlabeled
             )
-            assert batch["step"] == draw.step
+            assert batch["step"] == draw.number
             assert batch["pixel_values"].dtype == batch["unlabeled"].dtype == torch.uint8
             assert batch["labels"].dtype == batch["unlabeled_index"].dtype == torch.int64
 

@@ -18,8 +18,7 @@ import pandas as pd
 import PIL.Image
 import pytest
 
-from hf_fixastep.data import load_dataset
-from hf_fixastep.data.folders import folder_report
+from hf_fixastep.data import folder_report, load_dataset
 
 
 PNG = b"\x89PNG\r\n\x1a\n"

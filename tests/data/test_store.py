@@ -22,7 +22,9 @@ import PIL.Image
 import pytest
 import torch
 
-from hf_fixastep.data import Images, PairedLoader, images, load_dataset, store
+from hf_fixastep.data import images, load_dataset, store
+from hf_fixastep.data.images import Images
+from hf_fixastep.data.loader import PairedLoader
 from tests.short_runs import make_trainer, tiny_wide_resnet, train
 
 
