@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -217,3 +218,27 @@ def test_an_unread_public_name_costs_no_import() -> None:
     """The top of the package imports nothing of ours but the networks, which the Auto classes must know."""
     assert ours("") == {"models"}
     assert "hf_fixastep.models" in sys.modules
+
+
+# What the import of the trainer must not load; every room adds what it keeps away.
+NOT_FOR_TRAINING = [
+    "hf_fixastep.echo",
+    "hf_fixastep.data.cifar",
+    "hf_fixastep.data.cifar_files",
+    "hf_fixastep.data.digits",
+    "hf_fixastep.data.doctor",
+    "hf_fixastep.data.folders",
+]
+
+
+@pytest.fixture(scope="module")
+def loaded_by_the_trainer() -> set[str]:
+    program = "import sys; from hf_fixastep import FixAStepTrainer; print(*sys.modules)"
+    run = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
+    return set(run.stdout.split())
+
+
+@pytest.mark.parametrize("name", NOT_FOR_TRAINING)
+def test_the_trainer_does_not_load(loaded_by_the_trainer: set[str], name: str) -> None:
+    assert "hf_fixastep.trainer" in loaded_by_the_trainer
+    assert not [found for found in loaded_by_the_trainer if inside(found, {name})]
