@@ -208,13 +208,11 @@ def contact_sheet(surveys: Mapping[str, Survey]) -> Figure:
     """Labeled classes in rows, a sample of the unlabeled images, and the files that cannot be read."""
     rows = [*labeled_rows(surveys["labeled"]), *unlabeled_rows(surveys["unlabeled"])]
     figure = Figure((COLUMNS, len(rows)), dpi=100)
-    cells = figure.subplots(len(rows), COLUMNS, squeeze=False, gridspec_kw={"wspace": 0.05, "hspace": 0.05})
-    for line, (name, pictures) in zip(cells, rows, strict=True):
-        for cell in line:
-            cell.set_axis_off()
-        for cell, picture in zip(line, pictures, strict=False):
-            show_picture(cell, picture)
-        box = line[0].get_position()
+    grid = figure.add_gridspec(len(rows), COLUMNS, wspace=0.05, hspace=0.05)
+    for number, (name, pictures) in enumerate(rows):
+        for column, picture in enumerate(pictures):
+            show_picture(figure.add_subplot(grid[number, column]), picture)
+        box = grid[number, 0].get_position(figure)
         figure.text(0.115, (box.y0 + box.y1) / 2, name, ha="right", va="center", size=9, parse_math=False)
     figure.text(0.125, 0.1, "\n".join(text_lines(surveys)), va="top", size=8, parse_math=False)
     return figure
@@ -237,6 +235,7 @@ def unlabeled_rows(found: Survey) -> list[tuple[str, list[PIL.Image.Image | None
 
 
 def show_picture(cell: Axes, picture: PIL.Image.Image | None) -> None:
+    cell.set_axis_off()
     if picture is None:
         cell.text(0.5, 0.5, "broken", ha="center", va="center", size=8, color="red")
     else:

@@ -420,9 +420,9 @@ class TestCifar100:
     def test_class_names_are_those_of_the_official_meta_file(self):
         coarse = """
             aquatic_mammals fish flowers food_containers fruit_and_vegetables household_electrical_devices
-            household_furniture insects large_carnivores large_man-made_outdoor_things large_natural_outdoor_scenes
-            large_omnivores_and_herbivores medium_mammals non-insect_invertebrates people reptiles small_mammals trees
-            vehicles_1 vehicles_2
+            household_furniture insects large_carnivores large_man-made_outdoor_things
+            large_natural_outdoor_scenes large_omnivores_and_herbivores medium_mammals
+            non-insect_invertebrates people reptiles small_mammals trees vehicles_1 vehicles_2
             """
         writer = restore_pickles().Py2Pickler
         entries = {"fine_label_names": list(CIFAR100.class_names), "coarse_label_names": coarse.split()}

@@ -141,20 +141,24 @@ def test_bad_arguments_exit_with_a_code(changes, sentence, examine, capsys):
 
 
 def shown(figure) -> tuple[list[list[str]], list[str]]:
-    """For each row of a contact sheet what its cells hold, and all texts beside them."""
-    rows: dict[float, list[str]] = {}
+    """What the cells of each row of a contact sheet hold, and the texts beside them."""
+    rows: dict[int, list[str]] = {}
     for cell in figure.axes:
         content = "image" if cell.images else "".join(text.get_text() for text in cell.texts)
         rows.setdefault(cell.get_subplotspec().rowspan.start, []).append(content)
-    return [[cell for cell in row if cell] for row in rows.values()], [
-        text.get_text() for text in figure.texts
-    ]
+    return list(rows.values()), [text.get_text() for text in figure.texts]
 
 
-def test_the_contact_sheet_shows_classes_in_rows(examine, tmp_path, sides, monkeypatch):
+@pytest.fixture
+def sheets(monkeypatch) -> list:
+    """The figures that are drawn."""
+    figures, draw = [], doctor.contact_sheet
+    monkeypatch.setattr(doctor, "contact_sheet", lambda surveys: figures.append(draw(surveys)) or figures[-1])
+    return figures
+
+
+def test_the_contact_sheet_shows_classes_in_rows(examine, tmp_path, sides, sheets):
     (sides["unlabeled"] / "bad.png").write_bytes(b"")
-    sheets, draw = [], doctor.contact_sheet
-    monkeypatch.setattr(doctor, "contact_sheet", lambda surveys: sheets.append(draw(surveys)) or sheets[-1])
     examine(out=tmp_path / "new/sheet.png")
     rows, texts = shown(sheets[0])
     assert rows == [["image"] * 4, ["image"] * 10, ["image"] * 5 + ["broken"]]
@@ -163,9 +167,7 @@ def test_the_contact_sheet_shows_classes_in_rows(examine, tmp_path, sides, monke
     assert PIL.Image.open(tmp_path / "new/sheet.png").width > 500
 
 
-def test_many_classes_are_cut_short(examine, sides, monkeypatch):
-    sheets, draw = [], doctor.contact_sheet
-    monkeypatch.setattr(doctor, "contact_sheet", lambda surveys: sheets.append(draw(surveys)) or sheets[-1])
+def test_many_classes_are_cut_short(examine, sides, sheets):
     for number in range(45):
         save(sides["labeled"] / f"class {number}/1.png", 500 + number)
     assert "and 7 more" in examine()

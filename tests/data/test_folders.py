@@ -332,7 +332,7 @@ class TestCut:
         labels = ["cat", "dog", "cat", "dog", "dog"]
         with pytest.raises(
             ValueError,
-            match=r"^Cutting validation and test from labeled needs 3 groups of every class, but 'cat' has 2: ",
+            match=r"^Cutting validation and test from labeled needs 3 groups of every class, but 'cat' has 2",
         ):
             cut(labels, ["1", "1", "2", "2", "3"], self.SHARES, 0)
         # only group 1 has one image of every class; without it two groups always share a class

@@ -19,15 +19,9 @@ import PIL.PngImagePlugin
 import pytest
 import torch
 
-from hf_fixastep.data import (
-    DATASETS,
-    Images,
-    PairedLoader,
-    export_dataset,
-    folder_report,
-    list_datasets,
-    load_dataset,
-)
+from hf_fixastep.data import DATASETS, export_dataset, folder_report, list_datasets, load_dataset
+from hf_fixastep.data.images import Images
+from hf_fixastep.data.loader import PairedLoader
 from hf_fixastep.data.registry import is_medical
 from hf_fixastep.data.store import PixelFile
 from hf_fixastep.echo import files, heart2heart, phantom
