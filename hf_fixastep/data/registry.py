@@ -275,7 +275,9 @@ def _own_settings(builder_class: type[ImageSet]) -> list[str]:
 def _source_hash(builder_class: type[ImageSet]) -> str:
     """Changes with the code of the builder, of our classes it comes from, and of what reads its files."""
     own = [kind for kind in builder_class.__mro__ if kind.__module__.startswith("hf_fixastep.")]
-    paths = {inspect.getfile(each) for each in (*own, *builder_class.sources)}
+    paths = {inspect.getfile(kind) for kind in own} | {
+        inspect.getfile(code) for code in builder_class.sources
+    }
     content = hashlib.sha256()
     for path in sorted(paths):
         content.update(Path(path).read_bytes())
