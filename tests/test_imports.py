@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,6 +33,8 @@ ALLOWED = {
     "runs.folder": set(),
     "_compat.patches": set(),
     "_compat.hub_private": set(),
+    "_compat.datasets_private": set(),
+    "_compat.dispatch": set(),
     "_compat.mixed_precision": set(),
     "_compat": {"checkpoints", "config", "losses", "models", "step"},
     "step": {"_compat.patches"},
@@ -51,9 +54,7 @@ ALLOWED = {
     "hub.texts": set(),
     "hub.client": {"_compat.hub_private", "hub.checks"},
     "hub": {"data", "evaluation.intervals", "methods", "models", "runs.report"},
-    "data.doctor": {"data", "models"},  # a program, which times a step
-    "data.registry": {"data", "echo.heart2heart"},
-    "data": {"hub.client"},
+    "data": {"_compat.datasets_builder", "_compat.datasets_private", "hub.client"},
     "echo.evaluation": {"data", "echo", "evaluation", "runs"},
     "echo.report": {"evaluation", "plots"},
     "echo.prediction": {"data", "echo", "evaluation", "runs", "trainer"},
@@ -234,3 +235,27 @@ def test_an_unread_public_name_costs_no_import() -> None:
     """The top of the package imports nothing of ours but the networks, which the Auto classes must know."""
     assert ours("") == {"models"}
     assert "hf_fixastep.models" in sys.modules
+
+
+# What the import of the trainer must not load; every room adds what it keeps away.
+NOT_FOR_TRAINING = [
+    "hf_fixastep.echo",
+    "hf_fixastep.data.cifar",
+    "hf_fixastep.data.cifar_files",
+    "hf_fixastep.data.digits",
+    "hf_fixastep.data.doctor",
+    "hf_fixastep.data.folders",
+]
+
+
+@pytest.fixture(scope="module")
+def loaded_by_the_trainer() -> set[str]:
+    program = "import sys; from hf_fixastep import FixAStepTrainer; print(*sys.modules)"
+    run = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
+    return set(run.stdout.split())
+
+
+@pytest.mark.parametrize("name", NOT_FOR_TRAINING)
+def test_the_trainer_does_not_load(loaded_by_the_trainer: set[str], name: str) -> None:
+    assert "hf_fixastep.trainer" in loaded_by_the_trainer
+    assert not [found for found in loaded_by_the_trainer if inside(found, {name})]

@@ -1,22 +1,21 @@
 """Images from the disk to the training step."""
 
-from hf_fixastep.data.folders import folder_report
-from hf_fixastep.data.images import Images
-from hf_fixastep.data.loader import Draw, PairedDataset, PairedLoader, PairedSampler, as_is, generator_for
-from hf_fixastep.data.registry import DATASETS, export_dataset, list_datasets, load_dataset
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
 
 
-__all__ = [
-    "DATASETS",
-    "Draw",
-    "Images",
-    "PairedDataset",
-    "PairedLoader",
-    "PairedSampler",
-    "as_is",
-    "export_dataset",
-    "folder_report",
-    "generator_for",
-    "list_datasets",
-    "load_dataset",
-]
+if TYPE_CHECKING:
+    from hf_fixastep.data.base import folder_report
+    from hf_fixastep.data.registry import DATASETS, export_dataset, list_datasets, load_dataset
+
+__all__ = ["DATASETS", "export_dataset", "folder_report", "list_datasets", "load_dataset"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import what is known by these names when it is asked for: a training needs none of it."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    home = "base" if name == "folder_report" else "registry"
+    return getattr(importlib.import_module(f"{__name__}.{home}"), name)

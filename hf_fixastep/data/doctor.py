@@ -6,10 +6,8 @@ fixastep doctor --labeled DIR --unlabeled DIR [--validation DIR --test DIR --gro
 from __future__ import annotations
 
 import argparse
-import json
 import shlex
 import statistics
-import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,8 +15,6 @@ from pathlib import Path
 
 import numpy as np
 import PIL.Image
-import PIL.ImageOps
-import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from rich.console import Console
@@ -26,28 +22,24 @@ from rich.progress import track
 from rich.table import Table
 from rich.text import Text
 
-from hf_fixastep.data.files import Listing, UnreadableImage, digest, duplicates, read_picture
+from hf_fixastep.data.files import UnreadableImage, digest, read_picture
 from hf_fixastep.data.folders import (
     FoldersConfig,
     check_classes,
     check_size,
     class_names,
     findings,
-    list_sides,
     make_report,
-    passed_over,
     split_sides,
 )
 from hf_fixastep.data.images import DEEP_MODES, GREY_MODES
-from hf_fixastep.models import WideResNetConfig, WideResNetForImageClassification
+from hf_fixastep.data.listings import Listing, duplicates, list_sides, passed_over
 
 
 SHARES = {"validation": FoldersConfig.validation_share, "test": FoldersConfig.test_share}
-# FixMatch: a labeled batch, and two views of seven unlabeled images for each of it.
-STEP_IMAGES = 64 + 2 * 7 * 64
-# Pixels of the contact sheet: a picture, between two, for names, for a line.
-CELL, GAP, MARGIN, LINE = 88, 6, 170, 20
-COLUMNS, CLASS_ROWS, UNLABELED_ROWS, TEXT_ROWS = 10, 20, 3, 15
+# Of the contact sheet; broken files are listed below the images.
+COLUMNS, CLASS_ROWS, UNLABELED_ROWS, BROKEN_LINES = 10, 20, 3, 15
+SIDE = 128  # pixels of a sample that is kept
 
 
 @dataclass
@@ -89,15 +81,9 @@ def survey(side: str, listing: Listing, console: Console) -> Survey:
         found.sizes[picture.image.size] += 1
         found.modes[picture.mode] += 1
         if row in wanted:
-            found.samples[row] = shrink(picture.image)
+            picture.image.thumbnail((SIDE, SIDE))
+            found.samples[row] = picture.image.convert("RGB")
     return found
-
-
-def shrink(image: PIL.Image.Image) -> PIL.Image.Image:
-    """Fit into a cell; images smaller than it keep their pixels sharp."""
-    small = max(image.size) < CELL
-    method = PIL.Image.Resampling.NEAREST if small else PIL.Image.Resampling.BILINEAR
-    return PIL.ImageOps.contain(image, (CELL, CELL), method).convert("RGB")
 
 
 def sample_rows(listing: Listing) -> dict[str, list[int]]:
@@ -199,108 +185,71 @@ def imbalance(listing: Listing) -> list[str]:
     ]
 
 
-def costs(surveys: Mapping[str, Survey], size: int) -> list[str]:
-    """Memory of all images as the trainer holds them, and a time measured here."""
+def memory(surveys: Mapping[str, Survey], size: int) -> str:
+    """What all images take as the trainer holds them."""
     count = sum(len(found.readable) for found in surveys.values())
     grey = all(mode in GREY_MODES + DEEP_MODES for found in surveys.values() for mode in found.modes)
-    channels = 1 if grey else 3
-    batch, seconds, device = time_of_pass(size, channels)
-    return [
+    return (
         f"Memory: {count:,} images of {size} x {size} pixels in {'grey' if grey else 'RGB'} take "
-        f"{count * channels * size**2 / 1e6:,.1f} MB.",
-        f"Time: forward and backward of {batch} such images through a WRN-28-2 took {seconds:.2f} s here ({device}). "
-        "A FixMatch step of 64 labeled and 448 unlabeled images, these in two views, would take roughly "
-        f"{seconds * STEP_IMAGES / batch:,.1f} s.",
-    ]
-
-
-def time_of_pass(size: int, channels: int) -> tuple[int, float, str]:
-    """Images in a small batch, seconds for forward and backward of it (the second time), and the device."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    batch = min(64, max(2, 2**16 // size**2))
-    config = WideResNetConfig(image_size=size, num_channels=channels)
-    model = WideResNetForImageClassification(config).to(device)  # type: ignore[arg-type]
-    x, y = torch.rand(batch, channels, size, size, device=device), torch.arange(batch, device=device) % 2
-    start = 0.0
-    for _ in range(2):
-        start = time.perf_counter()
-        model(pixel_values=x, labels=y).loss.backward()
-        float(model.classifier.weight.grad.sum())  # waits for the device
-    return batch, time.perf_counter() - start, device
+        f"{count * (1 if grey else 3) * size**2 / 1e6:,.1f} MB."
+    )
 
 
 def next_command(args: argparse.Namespace) -> str:
-    names = ("labeled", "unlabeled", "validation", "test", "group", "image_size")
-    settings = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
-    if len(args.unlabeled) == 1:
-        settings["unlabeled"] = args.unlabeled[0]
-    return (
-        "accelerate launch recipes/train.py --config recipes/folders/fixmatch.yaml "
-        f"--dataset_kwargs {shlex.quote(json.dumps(settings))} --image_size {args.image_size}"
-    )
+    words = ["fixastep", "train", "--config", "folders/fixmatch", "--labeled", args.labeled]
+    words += ["--unlabeled", *args.unlabeled]
+    for name in ("validation", "test", "group", "image_size"):
+        if getattr(args, name) is not None:
+            words += [f"--{name}", str(getattr(args, name))]
+    return shlex.join(words)
 
 
 def contact_sheet(surveys: Mapping[str, Survey]) -> Figure:
     """Labeled classes in rows, a sample of the unlabeled images, and the files that cannot be read."""
-    rows, lines = picture_rows(surveys), text_lines(surveys)
-    width = MARGIN + COLUMNS * (CELL + GAP) + GAP
-    bottom = GAP + len(rows) * (CELL + GAP) + LINE
-    height = bottom + LINE * len(lines) + GAP
-    figure = Figure((width / 100, height / 100), dpi=100, facecolor="white")
-    axes = figure.add_axes((0, 0, 1, 1))
-    canvas = PIL.Image.new("RGB", (width, height), "white")
-    classes = len(sample_rows(surveys["labeled"].listing))
+    rows = [*labeled_rows(surveys["labeled"]), *unlabeled_rows(surveys["unlabeled"])]
+    figure = Figure((COLUMNS, len(rows)), dpi=100)
+    grid = figure.add_gridspec(len(rows), COLUMNS, wspace=0.05, hspace=0.05)
     for number, (name, pictures) in enumerate(rows):
-        # The unlabeled ones stand apart.
-        top = GAP + number * (CELL + GAP) + (LINE if number >= classes else 0)
-        write(axes, MARGIN - 2 * GAP, top + CELL / 2, name, ha="right", size=9)
         for column, picture in enumerate(pictures):
-            left = MARGIN + column * (CELL + GAP)
-            paste(canvas, picture, left, top)
-            if picture is None:
-                write(axes, left + CELL / 2, top + CELL / 2, "broken", ha="center")
-    for number, line in enumerate(lines):
-        write(axes, 2 * GAP, bottom + (number + 0.5) * LINE, line)
-    axes.imshow(canvas, extent=(0, width, height, 0), interpolation="none", aspect="auto")
-    axes.set_axis_off()
+            show_picture(figure.add_subplot(grid[number, column]), picture)
+        box = grid[number, 0].get_position(figure)
+        figure.text(0.115, (box.y0 + box.y1) / 2, name, ha="right", va="center", size=9, parse_math=False)
+    figure.text(0.125, 0.1, "\n".join(text_lines(surveys)), va="top", size=8, parse_math=False)
     return figure
 
 
-def write(axes: Axes, x: float, y: float, text: str, ha: str = "left", size: int = 8) -> None:
-    axes.text(x, y, text, ha=ha, va="center", size=size, linespacing=1.5, parse_math=False)
-
-
-def picture_rows(surveys: Mapping[str, Survey]) -> list[tuple[str, list[PIL.Image.Image | None]]]:
-    labeled, pile = surveys["labeled"], surveys["unlabeled"]
-    counts = Counter(labeled.listing.labels)
-    rows = [
-        (f"{shorten(label)}\n{counts[label]:,} files", [labeled.samples.get(row) for row in chosen])
-        for label, chosen in sample_rows(labeled.listing).items()
+def labeled_rows(found: Survey) -> list[tuple[str, list[PIL.Image.Image | None]]]:
+    """Name and images of each class, None for those that cannot be read."""
+    counts = Counter(found.listing.labels)
+    return [
+        (f"{shorten(label)}\n{counts[label]:,} files", [found.samples.get(row) for row in rows])
+        for label, rows in sample_rows(found.listing).items()
     ]
-    sample = [pile.samples.get(row) for row in sample_rows(pile.listing)[""]]
-    for start in range(0, len(sample), COLUMNS):
-        name = f"unlabeled\n{len(pile.listing):,} files" if start == 0 else ""
-        rows.append((name, sample[start : start + COLUMNS]))
-    return rows
 
 
-def paste(canvas: PIL.Image.Image, picture: PIL.Image.Image | None, left: int, top: int) -> None:
-    """Put a picture into the middle of its cell; that of a broken file is red."""
-    canvas.paste("#F2F2F2" if picture else "#E8B4A8", (left, top, left + CELL, top + CELL))
-    if picture:
-        canvas.paste(picture, (left + (CELL - picture.width) // 2, top + (CELL - picture.height) // 2))
+def unlabeled_rows(found: Survey) -> list[tuple[str, list[PIL.Image.Image | None]]]:
+    sample = [found.samples.get(row) for row in sample_rows(found.listing)[""]]
+    names = [f"unlabeled\n{len(found.listing):,} files", *[""] * UNLABELED_ROWS]
+    lines = [sample[start : start + COLUMNS] for start in range(0, len(sample), COLUMNS)]
+    return list(zip(names, lines, strict=False))
+
+
+def show_picture(cell: Axes, picture: PIL.Image.Image | None) -> None:
+    cell.set_axis_off()
+    if picture is None:
+        cell.text(0.5, 0.5, "broken", ha="center", va="center", size=8, color="red")
+    else:
+        cell.imshow(picture)
 
 
 def text_lines(surveys: Mapping[str, Survey]) -> list[str]:
     broken = [
         f"{side}/{name}: {why}" for side, found in surveys.items() for name, why in found.broken.items()
     ]
-    lines = [
-        f"Files that cannot be read: {len(broken):,}",
-        *(shorten(line, 150) for line in broken[:TEXT_ROWS]),
-    ]
-    if len(broken) > TEXT_ROWS:
-        lines.append(f"and {len(broken) - TEXT_ROWS:,} more")
+    lines = [f"Files that cannot be read: {len(broken):,}"]
+    lines += [shorten(line, 150) for line in broken[:BROKEN_LINES]]
+    if len(broken) > BROKEN_LINES:
+        lines.append(f"and {len(broken) - BROKEN_LINES:,} more")
     hidden = len(set(surveys["labeled"].listing.labels)) - CLASS_ROWS
     return [f"{hidden:,} more classes are not shown", *lines] if hidden > 0 else lines
 
@@ -339,7 +288,7 @@ def show(surveys: Mapping[str, Survey], args: argparse.Namespace, console: Conso
     sections = {
         "To be repaired before training": problems,
         "Worth a look": remarks,
-        "Cost": costs(surveys, args.image_size),
+        "Cost": [memory(surveys, args.image_size)],
         "Then train": [next_command(args)],
     }
     for title, sentences in sections.items():
@@ -348,9 +297,5 @@ def show(surveys: Mapping[str, Survey], args: argparse.Namespace, console: Conso
         for sentence in sentences:
             # A command that is broken into lines cannot be copied.
             console.print(f"  {sentence}", soft_wrap=True)
-    contact_sheet(surveys).savefig(args.out, format="png")
+    contact_sheet(surveys).savefig(args.out, format="png", bbox_inches="tight")
     console.print(f"\nContact sheet: {args.out}", soft_wrap=True)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,12 +1,9 @@
-"""A user's own images: class folders or a table on the labeled side, any pile of files on the unlabeled side."""
+"""A user's own images: class folders or a table for the labeled ones, any pile of files for the others."""
 
 from __future__ import annotations
 
 import hashlib
-import inspect
 import itertools
-import json
-import logging
 import os
 import unicodedata
 from collections import Counter, defaultdict
@@ -19,12 +16,11 @@ import numpy as np
 from datasets.utils import tqdm
 
 from hf_fixastep.checks import check_choice
-from hf_fixastep.data import files
-from hf_fixastep.data.files import Listing, Source, UnreadableImage, digest, duplicates, encode, read_picture
-
-
-logger = logging.getLogger(__name__)
-REPORT = "report.json"
+from hf_fixastep.data import cutting, files, listings
+from hf_fixastep.data.base import ImageSet
+from hf_fixastep.data.cutting import cut
+from hf_fixastep.data.files import Source, UnreadableImage, digest, encode, printable, read_picture
+from hf_fixastep.data.listings import Listing, duplicates, list_sides
 
 
 @dataclass
@@ -64,9 +60,9 @@ class FoldersConfig(datasets.BuilderConfig):
         check_classes(self.listings)
 
     def create_config_id(self, config_kwargs: dict, custom_features: datasets.Features | None = None) -> str:
-        """The name of the cache folder; changes with the settings, the files, and the code that reads them."""
-        content = hashlib.sha256(inspect.getsource(files).encode())
-        content.update(repr((self.size, self.seed, self.validation_share, self.test_share)).encode())
+        """The name of the cache folder; changes with the settings and the files."""
+        settings = (self.size, self.seed, self.validation_share, self.test_share)
+        content = hashlib.sha256(repr(settings).encode())
         for side, listing in self.listings.items():
             content.update(side.encode() + listing.fingerprint())
         return f"{self.name}-{content.hexdigest()[:16]}"
@@ -96,51 +92,9 @@ def check_cut(seed: int, validation_share: float, test_share: float) -> None:
     numbers = all(isinstance(share, (int, float)) for share in (validation_share, test_share))
     if not (numbers and validation_share > 0 and test_share > 0 and validation_share + test_share < 1):
         raise ValueError(
-            f"validation_share is {validation_share!r} and test_share {test_share!r}, but expected two positive "
-            "numbers that leave something of 1."
+            f"validation_share is {validation_share!r} and test_share {test_share!r}, but expected two "
+            "positive numbers that leave something of 1."
         )
-
-
-def list_sides(
-    labeled: Any, unlabeled: Any, validation: Any = None, test: Any = None, group: str | None = None
-) -> dict[str, Listing]:
-    """The files of every side that is given."""
-    given = {"labeled": labeled, "unlabeled": unlabeled, "validation": validation, "test": test}
-    if labeled is None or unlabeled is None:
-        missing = "labeled" if labeled is None else "unlabeled"
-        raise ValueError(
-            f"{missing} is not given; expected labeled= and unlabeled=, each a folder or a table of images."
-        )
-    check_apart(given)
-    listings = {}
-    for side, source in given.items():
-        if source is not None:
-            find = files.list_unlabeled if side == "unlabeled" else files.list_labeled
-            listings[side] = find(side, source, group)
-            if not len(listings[side]):
-                raise ValueError(
-                    f"{side} is {source}, where no image was found; passed over: {passed_over(listings[side])}."
-                )
-    return listings
-
-
-def check_apart(given: Mapping[str, Any]) -> None:
-    """No two sides may be the same folder."""
-    seen: dict[str, str] = {}
-    for side, source in given.items():
-        if isinstance(source, (str, os.PathLike)):
-            path = os.path.realpath(os.path.expanduser(source))
-            if path in seen:
-                raise ValueError(
-                    f"{seen[path]} and {side} are both {source}, but expected a folder of its own for each."
-                )
-            seen[path] = side
-
-
-def passed_over(listing: Listing) -> str:
-    return (
-        ", ".join(f"{count:,} {reason}" for reason, count in sorted(listing.passed_over.items())) or "nothing"
-    )
 
 
 def class_names(labels: Sequence[str]) -> list[str]:
@@ -167,13 +121,14 @@ def check_classes(listings: Mapping[str, Listing]) -> None:
             check_choice(f"class in {side}, which labeled does not have:", name, names)
 
 
-class Folders(datasets.GeneratorBasedBuilder):
+class Folders(ImageSet):
     """Your own images: class folders or a table, and any pile of unlabeled files.
 
     Stored upright with 8 bits, as mode L or RGB: `to_grey_or_rgb` says how other modes become these.
     """
 
     terms = "the images are yours, and their licence is not known here."
+    sources = (cutting, files, listings)
     VERSION = datasets.Version("1.0.0")
     BUILDER_CONFIG_CLASS = FoldersConfig
     DEFAULT_WRITER_BATCH_SIZE = 32  # images held in memory: photographs of 12 megapixels may come unresized
@@ -227,20 +182,16 @@ class Folders(datasets.GeneratorBasedBuilder):
                 },
             )
 
-    def _download_and_prepare(self, *args: Any, **kwargs: Any) -> None:
-        super()._download_and_prepare(*args, **kwargs)
+    def make_report(self) -> dict[str, Any]:
         if len(self.skipped) == len(self.splits["unlabeled"]):
             name, why = next(iter(self.skipped.items()))
             raise ValueError(
                 f"None of the {len(self.skipped):,} unlabeled files can be read, such as {name}: {why}."
             )
-        report = make_report(self.splits, self.digests, self.skipped)
-        with open(os.path.join(self._output_dir, REPORT), "w") as file:
-            json.dump(report, file, indent=1)
-        place = os.path.join(self._output_dir.removesuffix(".incomplete"), REPORT)
-        for sentence in findings(report):
-            logger.warning("%s All of them are in %s.", sentence, place)
-        logger.info("What was found in the folders is in %s.", place)
+        return make_report(self.splits, self.digests, self.skipped)
+
+    def findings(self, report: dict[str, Any]) -> list[str]:
+        return findings(report)
 
 
 def read_digests(side: str, listing: Listing) -> np.ndarray:
@@ -251,8 +202,8 @@ def read_digests(side: str, listing: Listing) -> np.ndarray:
             digests[row] = digest(read_picture(listing.path(row)).image)
         except UnreadableImage as error:
             raise ValueError(
-                f"The {side} image {files.printable(listing.path(row))} cannot be read: {error}. Repair or remove it; "
-                "fixastep doctor lists all such files."
+                f"The {side} image {printable(listing.path(row))} cannot be read: {error}. Repair or remove "
+                "it; fixastep doctor lists all such files."
             ) from error
     return digests
 
@@ -274,110 +225,13 @@ def split_sides(
     return {name: splits[name] for name in names}, {name: contents[name] for name in names}
 
 
-def cut(
-    labels: Sequence[str], groups: Sequence[Any], shares: Mapping[str, float], seed: int, unit: str = "groups"
-) -> dict[str, list[int]]:
-    """Rows of each split in `shares`, and of what stays labeled: whole groups, about the share of every
-    class.
-    """
-    members: dict[Any, list[int]] = defaultdict(list)
-    for row, group in enumerate(groups):
-        members[group].append(row)
-    contents = {group: Counter(labels[row] for row in rows) for group, rows in members.items()}
-    available = Counter(label for content in contents.values() for label in content)
-    label, count = min(available.items(), key=lambda item: item[1])
-    if count <= len(shares):
-        raise ValueError(
-            f"Cutting {' and '.join(shares)} from labeled needs {len(shares) + 1} {unit} of every class, but "
-            f"{label!r} has {count}: add images, or give {' and '.join(f'{name}=' for name in shares)}."
-        )
-    random, left = np.random.RandomState(seed), sorted(members)
-    parts: dict[str, list[int]] = {}
-    for later, (name, share) in zip(range(len(shares), 0, -1), shares.items(), strict=True):
-        goals = {label: max(1, round(share * count)) for label, count in Counter(labels).items()}
-        taken = take(left, contents, goals, later, random)
-        if not taken:
-            raise ValueError(
-                f"The groups cannot be cut so that labeled and {' and '.join(shares)} have images of every class: add "
-                f"groups, or give {name}=."
-            )
-        left = [group for group in left if group not in taken]
-        parts[name] = sorted(row for group in taken for row in members[group])
-    return parts | {"labeled": sorted(row for group in left for row in members[group])}
-
-
-def take(
-    groups: Sequence[Any],
-    contents: Mapping[Any, Counter[str]],
-    goals: Mapping[str, int],
-    later: int,
-    random: np.random.RandomState,
-) -> set[Any]:
-    """Groups for one split: of twenty random choices the one nearest to the goals; none if all fail.
-
-    Args:
-        contents: images of each class, for every group.
-        goals: wanted images of each class; one at least is taken, however large its group.
-        later: how many groups of every class the splits after this one need.
-    """
-    best: set[Any] = set()
-    smallest = float("inf")
-    for _ in range(20):
-        taken = take_in_order([groups[n] for n in random.permutation(len(groups))], contents, goals, later)
-        counts = Counter(itertools.chain.from_iterable(contents[group].elements() for group in taken))
-        distance = sum((counts[label] / goal - 1) ** 2 for label, goal in goals.items())
-        if distance < smallest and len(counts) == len(goals):
-            best, smallest = taken, distance
-        if distance == 0:  # always, if each image is a group
-            break
-    return best
-
-
-def take_in_order(
-    order: Sequence[Any], contents: Mapping[Any, Counter[str]], goals: Mapping[str, int], later: int
-) -> set[Any]:
-    """Rare classes first, every group that brings the split nearer to its goals, and one at least of each
-    class.
-    """
-    counts: Counter[str] = Counter()
-    left = Counter(label for group in order for label in contents[group])
-    owners: dict[str, list[Any]] = defaultdict(list)
-    for group in order:
-        for label in contents[group]:
-            owners[label].append(group)
-    taken: set[Any] = set()
-
-    def cost(group: Any) -> float:  # change of the squared distance to the goals, in units of these
-        sizes = contents[group].items()
-        return sum(
-            size * (size + 2 * (counts[label] - goals[label])) / goals[label] ** 2 for label, size in sizes
-        )
-
-    def spare(group: Any) -> bool:
-        return group not in taken and all(left[label] > later for label in contents[group])
-
-    def add(group: Any) -> None:
-        taken.add(group)
-        counts.update(contents[group])
-        left.subtract(dict.fromkeys(contents[group], 1))
-
-    for label in sorted(goals, key=lambda label: (goals[label], label)):
-        for group in owners[label]:
-            if counts[label] < goals[label] and spare(group) and cost(group) < 0:
-                add(group)
-        possible = [] if counts[label] else [group for group in owners[label] if spare(group)]
-        if possible:
-            add(min(possible, key=cost))
-    return taken
-
-
 def make_report(
     splits: Mapping[str, Listing], digests: Mapping[str, np.ndarray], skipped: Mapping[str, str]
 ) -> dict[str, Any]:
     """What was found in the folders, ready for JSON."""
     sets = duplicates(dict(digests))
     return {
-        "roots": {split: files.printable(os.path.abspath(listing.root)) for split, listing in splits.items()},
+        "roots": {split: printable(os.path.abspath(listing.root)) for split, listing in splits.items()},
         "images": {split: int(np.count_nonzero(digests[split])) for split in splits},
         "classes": {
             split: dict(sorted(Counter(part.labels).items())) for split, part in splits.items() if part.labels
@@ -439,14 +293,3 @@ def findings(report: Mapping[str, Any]) -> list[str]:
     for pair, groups in report["shared_groups"].items():
         sentences.append(f"Groups in both {pair}: {len(groups):,}, such as {groups[0]}.")
     return sentences
-
-
-def folder_report(data: datasets.DatasetDict | datasets.Dataset) -> dict[str, Any]:
-    """What was found while a set of folders was built: files skipped, duplicates, classes, groups on two
-    sides.
-
-    It lies beside the cached images as `report.json`.
-    """
-    split = next(iter(data.values())) if isinstance(data, dict) else data
-    with open(os.path.join(os.path.dirname(split.cache_files[0]["filename"]), REPORT)) as file:
-        return json.load(file)

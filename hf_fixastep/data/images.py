@@ -58,8 +58,8 @@ class Images(Dataset):
     ) -> Images:
         """Decode every image of a split once, whatever its format or transform.
 
-        The outcome is kept in memory, or, if large, in a file beside the Arrow cache, which the next call
-        maps.
+        The pixels are kept in memory, or, if they are many, in a file beside the Arrow cache, which the next
+        call maps.
 
         Args:
             size: height and width; images of another size are resized.
@@ -96,7 +96,7 @@ class Images(Dataset):
 
     @property
     def fingerprint(self) -> str:
-        """Sixteen hex digits that change with the shape, the labels and the pixels (of 1,024 rows at most)."""
+        """Sixteen hex digits that change with the shape, the labels and the pixels of up to 1,024 rows."""
         count = min(len(self), 1024)
         rows = torch.arange(count) * len(self) // max(count, 1)
         digest = hashlib.sha256(f"{list(self.pixels.shape)} {self.pixels.dtype}".encode())
@@ -120,8 +120,8 @@ class Images(Dataset):
 def _check_labels(labels: Tensor, count: int, class_names: list[str] | None) -> None:
     if labels.dtype != torch.int64 or labels.shape != (count,):
         raise ValueError(
-            f"Labels are {labels.dtype} of shape {list(labels.shape)}, but expected torch.int64 of shape [{count}]: "
-            "give one class number per image."
+            f"Labels are {labels.dtype} of shape {list(labels.shape)}, but expected torch.int64 of shape "
+            f"[{count}]: give one class number per image."
         )
     if class_names is None:
         return
@@ -149,8 +149,7 @@ def _read_labels(split: datasets.Dataset, label: str) -> Tensor | None:
 def _decode(
     pictures: datasets.Dataset, image: str, size: tuple[int, int], channels: int | None
 ) -> Iterator[Tensor]:
-    """Every image as uint8 [C, *size]; if `channels` is None, C is 1 up to the first image that is not grey."""
-    # Decoded one at a time.
+    """Every image as uint8 [C, *size], one at a time; without `channels`, C is 1 until one is not grey."""
     encoded = pictures.cast_column(image, datasets.Image(decode=False)).iter(batch_size=16)
     values, mode = (value for batch in encoded for value in batch[image]), pictures.features[image].mode
     bar = tqdm(values, "Decoding images", total=len(pictures), disable=len(pictures) <= 2000)

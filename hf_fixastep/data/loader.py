@@ -1,4 +1,4 @@
-"""Batches that pair labeled with unlabeled images, as a pure function of seed and step."""
+"""Batches that pair labeled with unlabeled images, a pure function of the seed and the number of the draw."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ class Draw:
     """The rows that one rank loads for one batch.
 
     Args:
-        step: number of the draw, counted over all ranks; it never repeats, so it can seed whatever the draw
-            needs.
+        number: of the draw, counted over all ranks; it never repeats, so it can seed whatever the draw needs.
+            It is not the step of the optimizer, which several draws may share.
         labeled: rows of the labeled set.
         unlabeled: rows of the unlabeled set.
     """
 
-    step: int
+    number: int
     labeled: list[int]
     unlabeled: list[int]
 
 
 class PairedSampler(Sampler[Draw]):
-    """Draws from two endless shuffled streams; draw number `step` is a pure function of (seed, step).
+    """Draws from two endless shuffled streams; draw number n is a pure function of (seed, n).
 
     Every image of a set comes once before any comes again. Rank r of n takes the draws r, r + n, ..., so that
     n ranks see together what one rank sees with n times the batch sizes.
@@ -64,15 +64,15 @@ class PairedSampler(Sampler[Draw]):
 
     def __iter__(self) -> Iterator[Draw]:
         first = self.epoch * self.steps_per_epoch
-        for local_step in range(first, first + self.steps_per_epoch):
-            step = local_step * self.world + self.rank
-            yield Draw(step, self._take(0, step), self._take(1, step))
+        for turn in range(first, first + self.steps_per_epoch):
+            number = turn * self.world + self.rank
+            yield Draw(number, self._take(0, number), self._take(1, number))
 
-    def _take(self, stream: int, step: int) -> list[int]:
+    def _take(self, stream: int, number: int) -> list[int]:
         size, batch_size = self.sizes[stream], self.batch_sizes[stream]
         taken: list[int] = []
         while len(taken) < batch_size:
-            turn, offset = divmod(step * batch_size + len(taken), size)
+            turn, offset = divmod(number * batch_size + len(taken), size)
             taken += self._permutation(stream, turn)[offset : offset + batch_size - len(taken)].tolist()
         return taken
 
@@ -103,9 +103,7 @@ def _check_streams(sizes: tuple[int, int], batch_sizes: tuple[int, int], steps_p
 
 
 class PairedDataset(Dataset):
-    """Labeled and unlabeled images, fetched together by a `Draw`; the labels of the unlabeled store stay
-    inside.
-    """
+    """Labeled and unlabeled images, fetched together by a `Draw`; labels of unlabeled images stay inside."""
 
     def __init__(self, labeled: Images, unlabeled: Images | None = None) -> None:
         if labeled.labels is None:
@@ -122,7 +120,7 @@ class PairedDataset(Dataset):
         return len(self.labeled)
 
     def __getitems__(self, draw: Draw) -> dict[str, Any]:  # torch passes on whatever the batch sampler yields
-        batch: dict[str, Any] = {**self.labeled.__getitems__(draw.labeled), "step": draw.step}
+        batch: dict[str, Any] = {**self.labeled.__getitems__(draw.labeled), "step": draw.number}
         if self.unlabeled is not None:
             batch["unlabeled"] = self.unlabeled.__getitems__(draw.unlabeled)["pixel_values"]
             batch["unlabeled_index"] = torch.tensor(draw.unlabeled, dtype=torch.int64)
@@ -130,8 +128,9 @@ class PairedDataset(Dataset):
 
 
 class PairedLoader(DataLoader):
-    """Batches of labeled and unlabeled images; not to be passed through `accelerator.prepare`, for it knows
-    its rank.
+    """Batches of labeled and unlabeled images.
+
+    It knows its rank, so it must not pass through `accelerator.prepare`.
 
     Args:
         batch_sizes: labeled and unlabeled images per batch; the second may be 0.
@@ -172,8 +171,8 @@ def as_is(batch: Any) -> Any:
 
 
 def generator_for(
-    seed: int, rank: int, step: int, purpose: str, device: torch.device | str = "cpu"
+    seed: int, rank: int, draw: int, purpose: str, device: torch.device | str = "cpu"
 ) -> torch.Generator:
-    """A generator whose numbers are a pure function of (seed, rank, step, purpose)."""
-    keys = np.random.SeedSequence([seed, rank, step, zlib.crc32(purpose.encode())])
+    """A generator whose numbers are a pure function of (seed, rank, draw, purpose)."""
+    keys = np.random.SeedSequence([seed, rank, draw, zlib.crc32(purpose.encode())])
     return torch.Generator(device).manual_seed(int(keys.generate_state(1, np.uint64)[0]))

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import importlib
 import inspect
 import os
 import tempfile
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,22 +17,40 @@ import huggingface_hub
 import yaml
 
 from hf_fixastep.checks import check_choice
-from hf_fixastep.data.cifar import Cifar10SixAnimal, Cifar100FiftyClass
-from hf_fixastep.data.digits import DigitsOpenSet
-from hf_fixastep.data.folders import Folders
-from hf_fixastep.echo.heart2heart import Camus, Tmed2, Unity
+from hf_fixastep.data.base import WITHOUT_LABELS, ImageSet
 
 
-DATASETS: dict[str, type[datasets.DatasetBuilder]] = {
-    "camus": Camus,
-    "cifar100_fifty_class": Cifar100FiftyClass,
-    "cifar10_six_animal": Cifar10SixAnimal,
-    "digits_open_set": DigitsOpenSet,
-    "folders": Folders,
-    "tmed2": Tmed2,
-    "unity": Unity,
-}
+class Registry(Mapping[str, type[ImageSet]]):
+    """Builders by name, each imported when it is first asked for."""
 
+    def __init__(self, homes: dict[str, str]) -> None:
+        self.homes = homes
+
+    def __getitem__(self, name: str) -> type[ImageSet]:
+        module, _, kind = self.homes[name].partition(":")
+        return getattr(importlib.import_module(f"hf_fixastep.{module}"), kind)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.homes
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.homes)
+
+    def __len__(self) -> int:
+        return len(self.homes)
+
+
+DATASETS = Registry(
+    {
+        "camus": "echo.heart2heart:Camus",
+        "cifar100_fifty_class": "data.cifar:Cifar100FiftyClass",
+        "cifar10_six_animal": "data.cifar:Cifar10SixAnimal",
+        "digits_open_set": "data.digits:DigitsOpenSet",
+        "folders": "data.folders:Folders",
+        "tmed2": "echo.heart2heart:Tmed2",
+        "unity": "echo.heart2heart:Unity",
+    }
+)
 
 CARD = """---
 {header}---
@@ -74,7 +94,11 @@ def list_datasets() -> list[str]:
 
 def is_medical(name: str) -> bool:
     """Whether a data set holds images of patients."""
-    return getattr(DATASETS[check_choice("dataset", name, DATASETS)], "medical", False)
+    return find_builder(name).medical
+
+
+def find_builder(name: str) -> type[ImageSet]:
+    return DATASETS[check_choice("dataset", name, DATASETS)]
 
 
 def load_dataset(
@@ -87,12 +111,10 @@ def load_dataset(
     cache_dir: str | os.PathLike[str] | None = None,
     **settings: Any,
 ) -> Any:
-    """A `DatasetDict` with the splits labeled, unlabeled, validation and test; only the unlabeled one has no
-    labels.
+    """A `DatasetDict` with the splits labeled, unlabeled (without labels), validation and test.
 
     Sets that are only for testing, unity and camus, have the split test alone. Sets with the setting
-    `foreign` can add
-    two more without labels: test images of foreign classes.
+    `foreign` can add two more without labels: test images of foreign classes.
 
     Args:
         name: one of `list_datasets()`.
@@ -120,8 +142,7 @@ def export_dataset(
     license: str | None = None,
     **settings: Any,
 ) -> Path:
-    """Write a data set as parquet files that `datasets.load_dataset(out_dir, config)` reads without this
-    package.
+    """Write parquet files that `datasets.load_dataset(out_dir, config)` reads without this package.
 
     Several configs may go into one folder, one after another. Its README.md is also the card for the Hub.
 
@@ -141,10 +162,10 @@ def export_dataset(
         raise FileExistsError(f"{out / config} is already there: delete it, or export to another folder.")
     rows = _exported(name, out)
     builder.download_and_prepare()
-    data = _without_labels(builder.as_dataset())
+    data, terms = _without_labels(builder.as_dataset()), ""
     if license is not None:
         builder.info.license = license
-        builder.terms = f"Passed on under {license}, as stated by those who exported it."
+        terms = f"Passed on under {license}, as stated by those who exported it."
         data = {split: _pixels_alone(part) for split, part in data.items()}
     own = {setting: getattr(builder.config, setting) for setting in _own_settings(builder_class)}
     own.pop("foreign", None)
@@ -157,32 +178,31 @@ def export_dataset(
         folder.mkdir()
         for split, part in data.items():
             part.to_parquet(folder / f"{split}.parquet")
-        card.write_text(dataset_card(builder, rows), encoding="utf-8")
+        card.write_text(dataset_card(builder, rows, terms), encoding="utf-8")
         folder.replace(out / config)
         card.replace(out / "README.md")  # the last step: what it does not name, `datasets` does not load
     return out
 
 
-def check_shareable(name: str, license: str | None) -> type[datasets.DatasetBuilder]:
-    """The builder of a data set that may be passed on: as it says, or as the user says of images of their
-    own.
-    """
-    builder_class = DATASETS[check_choice("dataset", name, DATASETS)]
-    shareable, terms = (getattr(builder_class, word, None) for word in ("shareable", "terms"))
-    if shareable and license is not None:
-        raise ValueError(f"The licence of {name} is known, and not yours to choose: leave it out. {terms}")
-    if not shareable and not (license is not None and name == "folders"):
-        terms = terms or "its builder does not state that it may be passed on."
+def check_shareable(name: str, license: str | None) -> type[ImageSet]:
+    """The builder of a set that may be passed on: as it says, or as users say of images of their own."""
+    builder_class = find_builder(name)
+    if builder_class.shareable and license is not None:
+        raise ValueError(
+            f"The licence of {name} is known, and not yours to choose: leave it out. {builder_class.terms}"
+        )
+    if not builder_class.shareable and not (license is not None and name == "folders"):
         advice = " State the licence under which you pass them on." if name == "folders" else ""
-        raise ValueError(f"{name} may not be exported: {terms}{advice}")
+        raise ValueError(f"{name} may not be exported: {builder_class.terms}{advice}")
     return builder_class
 
 
-def dataset_card(builder: datasets.DatasetBuilder, rows: dict[str, dict[str, Any]]) -> str:
+def dataset_card(builder: ImageSet, rows: dict[str, dict[str, Any]], terms: str = "") -> str:
     """The README.md of an export, with the header that `datasets` and the Hub read.
 
     Args:
         rows: settings and sizes of the splits, by config.
+        terms: those of the set itself if not given.
     """
     name, info = builder.dataset_name, builder.info
     rows = {config: rows[config] for config in builder.builder_configs or rows if config in rows}
@@ -210,7 +230,7 @@ def dataset_card(builder: datasets.DatasetBuilder, rows: dict[str, dict[str, Any
         description=info.description,
         table=lines,
         default=next(iter(rows)),
-        terms=getattr(builder, "terms", ""),
+        terms=terms or builder.terms,
         source=f" Source: <{info.homepage}>." if info.homepage else "",
         citation=f"\n## Citation\n\n```bibtex\n{info.citation}\n```\n" if info.citation else "",
     )
@@ -229,10 +249,8 @@ def _exported(name: str, out: Path) -> dict[str, dict[str, Any]]:
     return record["configs"]
 
 
-def _builder(
-    name: str, config: str | None, data_dir: Any, cache_dir: Any, settings: dict
-) -> datasets.DatasetBuilder:
-    builder_class = DATASETS[check_choice("dataset", name, DATASETS)]
+def _builder(name: str, config: str | None, data_dir: Any, cache_dir: Any, settings: dict) -> ImageSet:
+    builder_class = find_builder(name)
     if config is not None:
         check_choice(f"config of {name}", config, [known.name for known in builder_class.BUILDER_CONFIGS])
     for setting in settings:
@@ -248,18 +266,26 @@ def _builder(
     )
 
 
-def _own_settings(builder_class: type[datasets.DatasetBuilder]) -> list[str]:
+def _own_settings(builder_class: type[ImageSet]) -> list[str]:
     inherited = {field.name for field in dataclasses.fields(datasets.BuilderConfig)}
     own = [field.name for field in dataclasses.fields(builder_class.BUILDER_CONFIG_CLASS)]
     return [name for name in own if name not in inherited]
 
 
-def _source_hash(builder_class: type[datasets.DatasetBuilder]) -> str:
-    return hashlib.sha256(Path(inspect.getfile(builder_class)).read_bytes()).hexdigest()[:16]
+def _source_hash(builder_class: type[ImageSet]) -> str:
+    """Changes with the code of the builder, of our classes it comes from, and of what reads its files."""
+    own = [kind for kind in builder_class.__mro__ if kind.__module__.startswith("hf_fixastep.")]
+    paths = {inspect.getfile(kind) for kind in own} | {
+        inspect.getfile(code) for code in builder_class.sources
+    }
+    content = hashlib.sha256()
+    for path in sorted(paths):
+        content.update(Path(path).read_bytes())
+    return content.hexdigest()[:16]
 
 
 def _pixels_alone(data: datasets.Dataset) -> datasets.Dataset:
-    """Images and labels without names of files, and without what a camera wrote into them, such as the place."""
+    """Images and labels without file names, and without what a camera wrote into them, such as the place."""
 
     def encode(row: dict[str, Any]) -> dict[str, Any]:
         image = row["image"].copy()
@@ -275,5 +301,5 @@ def _without_labels(data: Any) -> Any:
     if isinstance(data, dict):
         data.update({name: _without_labels(split) for name, split in data.items()})
         return data
-    unlabeled = str(data.split).split("[")[0] in ("unlabeled", "seen_foreign", "unseen_foreign")
+    unlabeled = str(data.split).split("[")[0] in WITHOUT_LABELS
     return data.remove_columns("label") if unlabeled else data

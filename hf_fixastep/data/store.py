@@ -26,13 +26,14 @@ from datasets.fingerprint import Hasher
 from filelock import FileLock
 from torch import Tensor
 
+from hf_fixastep._compat.datasets_private import row_numbers
+
 
 # Of the decoding: to be raised when the same images give other pixels, or the file another layout.
 VERSION = 1
 HEADER_BYTES = 4096  # a page
 BLOCK_BYTES = 2**20  # what is held in memory while rows are rearranged
-# The kernel need not set memory aside for the case that all is written to. Python names this flag from 3.13
-# on.
+# The kernel need not set memory aside in case all is written to. Python names this flag from 3.13 on.
 NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
 
 logger = logging.getLogger(__name__)
@@ -105,7 +106,7 @@ def possible_files(
         channels: as in `Images.from_dataset`.
     """
     # Not the fingerprint of the split: that changes with every transform, even at random.
-    content = Hasher.hash((split.data, split._indices, split.features))
+    content = Hasher.hash((split.data, row_numbers(split), split.features))
     key = Hasher.hash((content, image, tuple(size), channels, VERSION))
     caches = split.cache_files
     folder = os.path.dirname(caches[0]["filename"]) if caches else datasets.config.HF_DATASETS_CACHE
@@ -152,9 +153,7 @@ def _finished(files: dict[int, PixelFile]) -> PixelFile | None:
 
 
 def _build(path: Path, files: dict[int, PixelFile], rows: Iterable[Tensor]) -> PixelFile:
-    """Under the lock: write to a file of another name, which is given its own name once it is safely on the
-    disk.
-    """
+    """Under the lock: write to a file of another name, which gets its own once it is safely on the disk."""
     if path.exists():
         logger.warning("%s is damaged or of older images, and is built again.", path)
     for leftover in path.parent.glob("pixels-*.partial"):  # of processes that died
@@ -197,9 +196,7 @@ def _check_space(file: PixelFile) -> None:
 
 
 def _repeat_grey(out: BinaryIO, count: int, area: int) -> None:
-    """Turn the rows written so far from one channel into three, from the last to the first, for they grow in
-    place.
-    """
+    """Turn the rows written so far from one channel into three, last row first, as they grow in place."""
     at_once = max(1, BLOCK_BYTES // area)
     for first in reversed(range(0, count, at_once)):
         out.seek(HEADER_BYTES + first * area)
@@ -219,6 +216,7 @@ def _explained(*files: PixelFile) -> Iterator[None]:
             raise
         needed = f"{'up to ' if len(files) > 1 else ''}{max(file.size for file in files):,}"
         raise OSError(
-            f"The decoded images need {needed} bytes in {files[0].path.parent}, which failed ({error.strerror}): "
-            "make room and allow writing there, or load the data set with another cache_dir."
+            f"The decoded images need {needed} bytes in {files[0].path.parent}, which failed "
+            f"({error.strerror}): make room and allow writing there, or load the data set with another "
+            "cache_dir."
         ) from error

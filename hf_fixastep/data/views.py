@@ -41,8 +41,7 @@ class StrongPlan:
 
 @dataclass(frozen=True)
 class Views:
-    """Makes normalized float views of `uint8` batches; all randomness comes from the generator that is passed
-    in.
+    """Makes normalized float views of `uint8` batches; all chance comes from the generator that is passed in.
 
     A weak view is a flip and a crop. A strong one is that, two operations of RandAugment and Cutout, in the
     variant of the official code of Fix-A-Step: levels 1 to 9, each operation carried out half of the time.
@@ -73,9 +72,7 @@ class Views:
             )
 
     def __call__(self, names: Iterable[str], images: Tensor, generator: torch.Generator) -> dict[str, Tensor]:
-        """The named views; drawn in the order of VIEWS, so that a set of names gives the same views as a
-        tuple.
-        """
+        """The named views, drawn in the order of VIEWS, whatever the order of the names."""
         names = set(names)
         if unknown := sorted(names - set(VIEWS)):
             raise ValueError(f"Unknown views {', '.join(unknown)}. Choose from {', '.join(VIEWS)}.")
@@ -115,7 +112,7 @@ class Views:
         return WeakPlan(flips & self.flip, tops, lefts)
 
     def draw_strong(self, shape: torch.Size, generator: torch.Generator) -> StrongPlan:
-        """A weak plan of its own, two operations with replacement and the centre of the box, for each image."""
+        """For each image a weak plan of its own, two operations with replacement, the centre of the box."""
         count, _, height, width = shape
         rounds = (2, count)
         return StrongPlan(
@@ -131,8 +128,9 @@ class Views:
     def _check(self, images: Tensor) -> None:
         if images.dtype != torch.uint8 or images.ndim != 4 or images.shape[1] not in (1, len(self.mean)):
             raise ValueError(
-                f"Found {images.dtype} images of shape {list(images.shape)}, expected torch.uint8 [N, C, H, W] with C "
-                f"either 1 or {len(self.mean)}. Convert the images, or give mean and std for their channels."
+                f"Found {images.dtype} images of shape {list(images.shape)}, expected torch.uint8 [N, C, H, "
+                f"W] with C either 1 or {len(self.mean)}. Convert the images, or give mean and std for their "
+                "channels."
             )
 
     def _normalize(self, images: Tensor) -> Tensor:
@@ -155,8 +153,7 @@ def crop(images: Tensor, plan: WeakPlan) -> Tensor:
 
 
 def cut_out(images: Tensor, centers: Tensor, side: int) -> Tensor:
-    """Draw a grey box into each image: one pixel more than `side`, and cut only by the right and the lower
-    edge.
+    """Draw a grey box into each image: one pixel more than `side`, cut only by the right and lower edges.
 
     Args:
         images: uint8 [N, C, H, W].
@@ -191,9 +188,7 @@ def apply_op(images: Tensor, name: str, level: int, sign: int = 1) -> Tensor:
 
 
 def _apply(images: Tensor, operations: Tensor, levels: Tensor, signs: Tensor) -> Tensor:
-    """Carry out one operation per image: sort the images by operation, so that each kernel sees its own
-    together.
-    """
+    """Carry out one operation per image, sorted by operation, so that each kernel sees its own together."""
     order = operations.argsort()
     operations, levels, signs = operations[order], levels[order], signs[order]
     strengths = STRENGTHS[operations, levels] * torch.where(operations >= GEOMETRIC, signs, 1)
@@ -240,9 +235,7 @@ def _sharpness(images: Tensor, operations: Tensor, strengths: Tensor) -> Tensor:
 
 
 def _geometry(images: Tensor, operations: Tensor, strengths: Tensor) -> Tensor:
-    """Fetch each pixel from where the matrix of its image points, in 16.16 fixed point; black if that is
-    outside.
-    """
+    """Fetch each pixel from where its image's matrix points, in 16.16 fixed point; outside it is black."""
     height, width = images.shape[2:]
     names = (OPERATIONS[operation] for operation in operations.tolist())
     matrices = [_matrix(*each, height, width) for each in zip(names, strengths.tolist(), strict=True)]
@@ -259,7 +252,7 @@ def _geometry(images: Tensor, operations: Tensor, strengths: Tensor) -> Tensor:
 
 @lru_cache(maxsize=4096)
 def _matrix(name: str, strength: float, height: int, width: int) -> tuple[int, ...]:
-    """Source x as (a, b, c) . (x, y, 1) and source y as (d, e, f) . (x, y, 1), at pixel centres, times 65536."""
+    """Source x is (a, b, c) . (x, y, 1), source y (d, e, f) . (x, y, 1), at pixel centres, times 65536."""
     a, b, c, d, e, f = 1.0, 0.0, 0.0, 0.0, 1.0, 0.0
     if name == "rotate":
         angle = -math.radians(strength % 360)
@@ -355,9 +348,7 @@ def _factor(level: int) -> float:
 
 
 def _share(level: int) -> float:
-    """Multiplied, then divided, like the official code: 9 * 0.3 / 10 of 100 pixels is cut to 26, 9 * 0.03 is
-    27.
-    """
+    """Multiplied, then divided, like the official code: 9 * 0.3 / 10 of 100 pixels is 26, 9 * 0.03 is 27."""
     return level * 0.3 / 10
 
 

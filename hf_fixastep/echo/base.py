@@ -6,7 +6,6 @@ import hashlib
 import inspect
 import io
 import itertools
-import json
 import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -19,9 +18,8 @@ import numpy as np
 import pandas as pd
 import PIL.Image
 
-from hf_fixastep._compat.datasets_builder import ReportingBuilder
+from hf_fixastep.data.base import ImageSet
 from hf_fixastep.data.files import Picture, Source, UnreadableImage, encode, one_line, printable, read_column
-from hf_fixastep.data.folders import REPORT
 from hf_fixastep.echo import files, volumes
 from hf_fixastep.echo.files import ECHO_VIEWS, Tree, count_pixels, fit, is_phantom, read_grey
 
@@ -65,7 +63,7 @@ class EchoConfig(datasets.BuilderConfig):
         return f"{self.name}-{content.hexdigest()[:16]}"
 
 
-class EchoBuilder(ReportingBuilder):
+class EchoBuilder(ImageSet):
     """What the three sets share; a subclass finds the frames and reads them."""
 
     BUILDER_CONFIG_CLASS = EchoConfig
@@ -131,27 +129,22 @@ class EchoBuilder(ReportingBuilder):
             picture = {"bytes": image, "path": None}
             yield row, {"image": picture, "label": frame.label, "patient": frame.patient}
 
-    def finish(self, folder: str, place: str) -> None:
-        report = self.make_report()
-        for split, count in report["images"].items():
-            if not count:
-                raise ValueError(f"No image of {split} in {self.tree.root} could be read{self.example()}.")
-        Path(folder, REPORT).write_text(json.dumps(report, indent=1), encoding="utf-8")
-        if self.skipped:
-            found = f"{len(self.skipped):,}{self.example()}"
-            logger.warning("Images left out: %s. All of them are in %s.", found, Path(place, REPORT))
-        logger.info("What was found in %s is in %s.", self.tree.root, Path(place, REPORT))
+    def findings(self, report: dict[str, Any]) -> list[str]:
+        return [f"Images left out: {len(self.skipped):,}{self.example()}."] if self.skipped else []
 
     def example(self) -> str:
         name, why = next(iter(self.skipped.items()), ("", ""))
         return f", such as {name} ({why})" if name else ""
 
     def make_report(self) -> dict[str, Any]:
-        """What was found in the files, ready for JSON."""
+        """What was found in the files, ready for JSON; an error if a split is empty."""
         read = {
             split: [frame for frame in frames if printable(frame.name) not in self.skipped]
             for split, frames in self.splits.items()
         }
+        for split, frames in read.items():
+            if not frames:
+                raise ValueError(f"No image of {split} in {self.tree.root} could be read{self.example()}.")
         return {
             "root": printable(str(self.tree.root)),
             "images": {split: len(frames) for split, frames in read.items()},

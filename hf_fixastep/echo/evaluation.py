@@ -22,7 +22,7 @@ import numpy as np
 from rich.console import Console
 from transformers.utils import logging
 
-from hf_fixastep.data.folders import REPORT
+from hf_fixastep.data.base import REPORT
 from hf_fixastep.data.images import Images
 from hf_fixastep.data.registry import load_dataset
 from hf_fixastep.echo.files import is_phantom

@@ -19,16 +19,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from hf_fixastep.data import cifar, load_dataset
-from hf_fixastep.data.cifar import (
-    CIFAR10,
-    CIFAR100,
-    Batch,
-    Cifar10SixAnimal,
-    Cifar100FiftyClass,
-    Rows,
-    read_cifar,
-)
+from hf_fixastep.data import cifar, cifar_files, load_dataset
+from hf_fixastep.data.cifar import Cifar10SixAnimal, Cifar100FiftyClass
+from hf_fixastep.data.cifar_files import CIFAR10, CIFAR100, Batch, read_cifar
+from hf_fixastep.data.open_set import Rows, split_rows
 
 
 SPLITS = ["labeled", "unlabeled", "validation", "test"]
@@ -74,128 +68,162 @@ def restore_pickles():
 
 
 @pytest.fixture(scope="module")
-def official() -> tuple[Rows, Rows]:
-    """Read from parquet files with the rows in the official order."""
-    return read_cifar(CIFAR10, str(SHARED / "cifar10"))
-
-
-@pytest.fixture(scope="module")
-def pickles(official, tmp_path_factory) -> Iterator[Path]:
-    """The official files; the writer refuses to write any that has not the published MD5."""
-    writer = restore_pickles()
-
-    def load(path, columns):  # what the writer would decode once more
-        rows = official[path.name.startswith("test")]
-        names = pq.ParquetFile(path).read(columns=["img.path"]).flatten()["img.path"].to_pylist()
-        return rows.pixels, names, [rows.labels.tolist()], None
-
-    writer.load = load
-    folder = tmp_path_factory.mktemp("official")
-    writer.cifar10(folder)
-    yield folder
-    shutil.rmtree(folder)  # 186 MB; pytest would keep them
-
-
-@pytest.fixture(scope="module")
-def built(pickles, tmp_path_factory) -> Iterator[datasets.DatasetDict]:
-    cache = tmp_path_factory.mktemp("cache")
-    yield load_dataset("cifar10_six_animal", data_dir=pickles, cache_dir=cache)
-    shutil.rmtree(cache)
+def labels() -> np.ndarray:
+    """Of the training images, in the official order, in which the shared parquet file has them."""
+    found = pq.read_table(SHARED / "cifar10/plain_text/train-00000-of-00001.parquet", columns=["label"])
+    return found["label"].to_numpy()
 
 
 def rows_of(
-    labels: np.ndarray, config: str = "zeta50", count: int = 400, seed: int = 0, oracle: bool = False
+    labels: np.ndarray, config: str = "zeta50", count: int = 400, seed: int = 0
 ) -> dict[str, np.ndarray]:
-    unlabeled = [c for c in Cifar10SixAnimal.unlabeled_classes[config] if 2 <= c <= 7 or not oracle]
-    return cifar.split_rows(labels, range(2, 8), unlabeled, 500, count, seed)
+    shown = Cifar10SixAnimal.unlabeled_classes[config]
+    return split_rows(labels, range(2, 8), shown, {"validation": 500, "labeled": count}, seed)
 
 
 @needs_cifar10
+class TestRealSplits:
+    @pytest.mark.parametrize(
+        ("seed", "count", "head"),
+        [
+            (0, 400, [11841, 19602, 45519]),
+            (1, 50, [26247, 35067, 34590]),
+            (2, 400, [23656, 27442, 40162]),
+            (3, 123, [35437, 16296, 23122]),
+            (4, 50, [16477, 5969, 46459]),
+        ],
+    )
+    def test_the_split_follows_the_recipe(self, labels, seed, count, head):
+        permutation = np.random.RandomState(seed).permutation(50_000).tolist()
+        assert permutation[:3] == head
+        expected = {name: [] for name in ("labeled", "unlabeled", "validation")}
+        for label in range(10):
+            mine = [row for row in permutation if labels[row] == label]
+            if label in (2, 3, 4, 5, 6, 7):
+                expected["validation"] += mine[:500]
+                expected["labeled"] += mine[500 : 500 + count]
+            if label in (0, 1, 6, 7):
+                expected["unlabeled"] += mine[500 + count :]
+        rows = rows_of(labels, count=count, seed=seed)
+        assert {name: sorted(part) for name, part in rows.items()} == {
+            name: sorted(part) for name, part in expected.items()
+        }
+
+    @pytest.mark.parametrize(
+        ("config", "count", "seed", "digests"),
+        [
+            ("zeta50", 400, 0, ["c52dcf0c27c6", "b00872cd4d2f", "016c1fbe6ee7"]),
+            ("zeta50", 50, 1, ["e2169dfadcee", "f088da6a26fd", "454b074676d8"]),
+            ("zeta100", 400, 4, ["a62e9f58813d", "648dcac97e1b", "6d773f400669"]),
+        ],
+    )
+    def test_rows_and_their_order_are_those_of_the_published_results(
+        self, labels, config, count, seed, digests
+    ):
+        rows = rows_of(labels, config, count, seed)
+        found = [rows[name].astype(np.int64) for name in ("labeled", "unlabeled", "validation")]
+        assert [hashlib.sha256(part.tobytes()).hexdigest()[:12] for part in found] == digests
+
+    @pytest.mark.parametrize(("config", "foreign"), [(f"zeta{25 * n}", n) for n in range(5)])
+    def test_zeta_is_the_share_of_foreign_images_and_changes_no_other_split(self, labels, config, foreign):
+        rows, half = rows_of(labels, config), rows_of(labels)
+        unlabeled = labels[rows["unlabeled"]]
+        assert np.mean((unlabeled < 2) | (unlabeled > 7)) == foreign / 4
+        assert not {2, 3} & set(unlabeled)  # birds and cats are never unlabeled
+        assert all(np.array_equal(rows[name], half[name]) for name in ("labeled", "validation"))
+
+    @pytest.mark.parametrize("config", Cifar10SixAnimal.unlabeled_classes)
+    def test_the_order_of_unlabeled_rows_hides_their_labels(self, labels, config):
+        found = labels[rows_of(labels, config)["unlabeled"]]
+        assert np.mean(found[1:] != found[:-1]) == pytest.approx(0.75, abs=0.02)  # four classes, shuffled
+        for label in Cifar10SixAnimal.unlabeled_classes[config]:
+            assert np.mean(np.flatnonzero(found == label)) / len(found) == pytest.approx(0.5, abs=0.02)
+
+    def test_labeled_sets_are_nested(self, labels):
+        assert set(rows_of(labels, count=50)["labeled"]) < set(rows_of(labels, count=400)["labeled"])
+
+    @pytest.mark.parametrize(
+        ("config", "settings", "sizes"),
+        [
+            ("zeta0", {"labels_per_class": 50}, (300, 17_800, 3000, 6000)),
+            ("zeta50", {}, (2400, 16_400, 3000, 6000)),
+            ("zeta50", {"labels_per_class": 4499}, (26_994, 4, 3000, 6000)),
+            ("zeta0", {"oracle": True}, (2400, 16_400, 3000, 6000)),
+            ("zeta50", {"oracle": True}, (2400, 8200, 3000, 6000)),
+            ("zeta75", {"oracle": True, "labels_per_class": 50, "seed": 3}, (300, 4450, 3000, 6000)),
+        ],
+    )
+    def test_sizes_of_the_variants(self, labels, monkeypatch, tmp_path, config, settings, sizes):
+        balanced = [Rows(np.zeros((len(y), 1), np.uint8), y) for y in (labels, np.arange(10_000) % 10)]
+        monkeypatch.setattr(cifar, "read_cifar", lambda *args: balanced)
+        builder = Cifar10SixAnimal(config_name=config, cache_dir=str(tmp_path), **settings)
+        found = {split.name: split.gen_kwargs["labels"] for split in builder._split_generators(None)}
+        assert {name: len(part) for name, part in found.items()} == dict(zip(SPLITS, sizes, strict=True))
+        assert set(found["unlabeled"]) == {-1}
+        assert set(found["labeled"]) == set(range(6))
+
+
+@pytest.mark.slow
+@needs_cifar10
 class TestRealSources:
-    def test_rows_are_in_the_official_order(self, official):
+    @pytest.fixture(scope="class")
+    def official(self) -> tuple[Rows, Rows]:
+        """Read from parquet files with the rows in the official order."""
+        return read_cifar(CIFAR10, str(SHARED / "cifar10"))
+
+    @pytest.fixture(scope="class")
+    def pickles(self, official, tmp_path_factory) -> Iterator[Path]:
+        """The official files; the writer refuses to write any that has not the published MD5."""
+        writer = restore_pickles()
+
+        def load(path, columns):  # what the writer would decode once more
+            rows = official[path.name.startswith("test")]
+            names = pq.ParquetFile(path).read(columns=["img.path"]).flatten()["img.path"].to_pylist()
+            return rows.pixels, names, [rows.labels.tolist()], None
+
+        writer.load = load
+        folder = tmp_path_factory.mktemp("official")
+        writer.cifar10(folder)
+        yield folder
+        shutil.rmtree(folder)  # 186 MB; pytest would keep them
+
+    def test_rows_are_in_the_official_order(self, official, labels):
         assert [rows.pixels.shape for rows in official] == [(50_000, 3072), (10_000, 3072)]
+        assert np.array_equal(official[0].labels, labels)
         assert official[0].labels[:10].tolist() == [6, 9, 9, 4, 1, 1, 2, 7, 8, 3]
-        assert np.bincount(official[0].labels).tolist() == [5000] * 10
         assert np.bincount(official[1].labels).tolist() == [1000] * 10
 
-    def test_the_official_files_give_the_same_rows(self, official, pickles):
+    def test_the_official_files_and_their_archive_give_the_same_rows(self, official, pickles, tmp_path):
         assert same(official, read_cifar(CIFAR10, str(pickles)))
-        assert same(official, read_cifar(CIFAR10, str(pickles / "cifar-10-batches-py")))
-
-    def test_the_archive_gives_the_same_rows(self, official, pickles, tmp_path):
-        names = ["data_batch_4", "test_batch", "data_batch_3", "data_batch_2", "data_batch_5", "data_batch_1"]
-        files = {
-            f"cifar-10-batches-py/{name}": (pickles / CIFAR10.folder / name).read_bytes() for name in names
-        }
+        files = {f"{CIFAR10.folder}/{path.name}": path.read_bytes() for path in pickles.rglob("*_batch*")}
         archive = tmp_path / "cifar-10-python.tar.gz"
-        write_archive(archive, {"cifar-10-batches-py/readme.html": b"<html>", **files})
+        write_archive(archive, files)
         with pytest.raises(
-            ValueError, match=r"has the MD5 \w+, but the official file has c58f30108f718f92721af3b95e"
+            ValueError, match=r"has the MD5 \w+, but the official file has c58f30108f718f92721"
         ):
             read_cifar(CIFAR10, str(tmp_path))
         known = dataclasses.replace(CIFAR10, archive_md5=md5(archive.read_bytes()))
         assert same(official, read_cifar(known, str(tmp_path)))
         assert list(tmp_path.iterdir()) == [archive]
-        archive.unlink()
 
     def test_rows_in_the_order_of_the_hub_give_the_same_rows(self, official, tmp_path):
         table = pq.read_table(SHARED / "cifar10/plain_text/train-00000-of-00001.parquet")
         table = pa.concat_tables(table.slice(10_000 * (batch - 1), 10_000) for batch in (4, 3, 2, 5, 1))
         assert table["label"][0].as_py() == 0  # an airplane, as on the Hub
-        (tmp_path / "plain_text").mkdir()
-        pq.write_table(table.slice(0, 17_000), tmp_path / "plain_text/train-00000-of-00002.parquet")
-        pq.write_table(table.slice(17_000), tmp_path / "plain_text/train-00001-of-00002.parquet")
-        rows = cifar._read_parquet(CIFAR10, "train", sorted(tmp_path.glob("*/*")), tmp_path)
+        pq.write_table(table.slice(0, 17_000), tmp_path / "train-00000-of-00002.parquet")
+        pq.write_table(table.slice(17_000), tmp_path / "train-00001-of-00002.parquet")
+        rows = cifar_files._read_parquet(CIFAR10, "train", sorted(tmp_path.iterdir()), tmp_path)
         assert same((rows, rows), (official[0], official[0]))
-        shutil.rmtree(tmp_path / "plain_text")
 
-
-@needs_cifar10
-class TestRealSplits:
-    def test_sizes(self, built):
-        assert {name: len(built[name]) for name in built} == dict(
-            zip(SPLITS, (2400, 16_400, 3000, 6000), strict=True)
-        )
-
-    @pytest.mark.parametrize(
-        ("seed", "head"),
-        [
-            (0, [11841, 19602, 45519]),
-            (1, [26247, 35067, 34590]),
-            (2, [23656, 27442, 40162]),
-            (3, [35437, 16296, 23122]),
-            (4, [16477, 5969, 46459]),
-        ],
-    )
-    @pytest.mark.parametrize("count", [50, 400, 123])
-    def test_the_split_follows_the_recipe(self, official, seed, head, count):
-        labels = official[0].labels
-        permutation = np.random.RandomState(seed).permutation(50_000).tolist()
-        assert permutation[:3] == head
-        expected = {name: set() for name in SPLITS[:3]}
-        for label in range(10):
-            mine = [row for row in permutation if labels[row] == label]
-            if label in (2, 3, 4, 5, 6, 7):
-                expected["validation"].update(mine[:500])
-                expected["labeled"].update(mine[500 : 500 + count])
-            if label in (0, 1, 6, 7):
-                expected["unlabeled"].update(mine[500 + count :])
-        rows = rows_of(labels, count=count, seed=seed)
-        assert {name: set(part.tolist()) for name, part in rows.items()} == expected
-        assert {name: len(part) for name, part in rows.items()} == {
-            name: len(part) for name, part in expected.items()
-        }
-
-    def test_images_are_those_of_the_rows(self, official, built):
+    def test_images_are_those_of_the_rows(self, official, pickles, tmp_path):
+        built = load_dataset("cifar10_six_animal", data_dir=pickles, cache_dir=tmp_path)
         # No two of the 60,000 images are equal, so an image tells its row.
-        digests = [hashlib.sha256(image.tobytes()).digest() for rows in official for image in rows.pixels]
-        assert len(set(digests)) == 60_000
-        row_of = {digest: row for row, digest in enumerate(digests)}
+        row_of = {
+            image.tobytes(): row for row, image in enumerate(np.concatenate([o.pixels for o in official]))
+        }
+        assert len(row_of) == 60_000
         found = {
-            name: [
-                row_of[hashlib.sha256(image.tobytes()).digest()] for image in pixels_of(built[name]["image"])
-            ]
-            for name in SPLITS
+            name: [row_of[image.tobytes()] for image in pixels_of(built[name]["image"])] for name in SPLITS
         }
         labels = np.concatenate([rows.labels for rows in official])
         expected = rows_of(official[0].labels) | {
@@ -205,92 +233,7 @@ class TestRealSplits:
         assert len(set().union(*found.values())) == 27_800  # the splits are disjoint
         for name in ("labeled", "validation", "test"):
             assert np.array_equal(built[name]["label"], labels[found[name]] - 2)
-            assert len(set(np.bincount(built[name]["label"]))) == 1
-        assert set(labels[found["unlabeled"]]) == {0, 1, 6, 7}
-
-    def test_zeta_changes_the_unlabeled_split_alone(self, official):
-        parts = [rows_of(official[0].labels, config) for config in Cifar10SixAnimal.unlabeled_classes]
-        for name in ("labeled", "validation"):
-            assert all(np.array_equal(part[name], parts[0][name]) for part in parts)
-        assert len({tuple(part["unlabeled"]) for part in parts}) == 5
-
-    @pytest.mark.parametrize(("config", "foreign"), [(f"zeta{25 * n}", n) for n in range(5)])
-    def test_zeta_is_the_share_of_foreign_images(self, official, config, foreign):
-        labels = official[0].labels[rows_of(official[0].labels, config)["unlabeled"]]
-        assert np.mean((labels < 2) | (labels > 7)) == foreign / 4
-        assert not {2, 3} & set(labels)  # birds and cats are never unlabeled
-
-    def test_labeled_sets_are_nested(self, official):
-        small, large = (set(rows_of(official[0].labels, count=count)["labeled"]) for count in (50, 400))
-        assert small < large
-
-    @pytest.mark.parametrize("config", Cifar10SixAnimal.unlabeled_classes)
-    def test_the_order_of_unlabeled_rows_hides_their_labels(self, official, config):
-        labels = official[0].labels[rows_of(official[0].labels, config)["unlabeled"]]
-        assert np.mean(labels[1:] != labels[:-1]) == pytest.approx(0.75, abs=0.02)  # four classes, shuffled
-        for label in Cifar10SixAnimal.unlabeled_classes[config]:
-            assert np.mean(np.flatnonzero(labels == label)) / len(labels) == pytest.approx(0.5, abs=0.02)
-
-    @pytest.mark.parametrize(
-        ("config", "settings", "sizes"),
-        [
-            ("zeta0", {"labels_per_class": 50}, (300, 17_800, 3000, 6000)),
-            ("zeta50", {"labels_per_class": 50, "seed": 3}, (300, 17_800, 3000, 6000)),
-            ("zeta50", {"labels_per_class": 4499}, (26_994, 4, 3000, 6000)),
-            ("zeta0", {"oracle": True}, (2400, 16_400, 3000, 6000)),
-            ("zeta25", {"oracle": True}, (2400, 12_300, 3000, 6000)),
-            ("zeta50", {"oracle": True}, (2400, 8200, 3000, 6000)),
-            ("zeta75", {"oracle": True}, (2400, 4100, 3000, 6000)),
-            ("zeta25", {"oracle": True, "labels_per_class": 50}, (300, 13_350, 3000, 6000)),
-            ("zeta50", {"oracle": True, "labels_per_class": 50}, (300, 8900, 3000, 6000)),
-            ("zeta75", {"oracle": True, "labels_per_class": 50}, (300, 4450, 3000, 6000)),
-        ],
-    )
-    def test_sizes_of_the_variants(self, official, monkeypatch, tmp_path, config, settings, sizes):
-        monkeypatch.setattr(cifar, "read_cifar", lambda *args: official)
-        builder = Cifar10SixAnimal(config_name=config, cache_dir=str(tmp_path), **settings)
-        found = {split.name: split.gen_kwargs for split in builder._split_generators(None)}
-        assert list(found) == SPLITS
-        assert tuple(len(part["pixels"]) for part in found.values()) == sizes
-        assert set(found["unlabeled"]["labels"]) == {-1}
-
-    def test_the_oracle_keeps_labeled_classes_alone(self, official):
-        labels = official[0].labels
-        rows = rows_of(labels, oracle=True)
-        assert set(labels[rows["unlabeled"]]) == {6, 7}
-        assert set(rows["unlabeled"]) < set(rows_of(labels)["unlabeled"])
-        assert np.array_equal(rows["labeled"], rows_of(labels)["labeled"])
-
-
-@needs_cifar10
-class TestBuiltSet:
-    def test_classes_are_named(self, built):
-        assert built["labeled"].features["label"].names == ["bird", "cat", "deer", "dog", "frog", "horse"]
-
-    def test_nothing_on_the_disk_tells_the_class_of_an_unlabeled_image(self, built):
-        assert built["unlabeled"].column_names == ["image"]
-        stored = datasets.Dataset.from_file(built["unlabeled"].cache_files[0]["filename"])
-        stored = stored.cast_column("image", datasets.Image(decode=False))
-        assert len(stored) == 16_400
-        assert set(stored["label"]) == {-1}
-        assert {cell["path"] for cell in stored["image"]} == {None}
-
-    def test_images_are_rgb_png(self, built):
-        cell = built["test"].cast_column("image", datasets.Image(decode=False))[0]["image"]
-        picture = PIL.Image.open(io.BytesIO(cell["bytes"]))
-        assert (picture.format, picture.mode, picture.size) == ("PNG", "RGB", (32, 32))
-
-    def test_streaming_gives_the_same_rows(self, built, pickles):
-        streamed = load_dataset("cifar10_six_animal", data_dir=pickles, streaming=True)
-        assert list(streamed) == SPLITS
-        for name in SPLITS:
-            head = list(streamed[name].take(300))
-            assert head[0].keys() == set(built[name].column_names)
-            assert np.array_equal(
-                pixels_of(row["image"] for row in head), pixels_of(built[name][:300]["image"])
-            )
-            if name != "unlabeled":
-                assert [row["label"] for row in head] == built[name][:300]["label"]
+            assert built[name].features["label"].names == ["bird", "cat", "deer", "dog", "frog", "horse"]
 
 
 # CIFAR-100 in small: 15 random train and 4 test images per class
@@ -316,7 +259,8 @@ def tiny_files(tmp_path_factory):
         batches[name] = (Batch(name, md5(contents[name]), hashlib.sha1(records).hexdigest()),)
         (root / "extracted/cifar-100-python" / name).write_bytes(contents[name])
         images = [
-            {"bytes": cifar.to_png(image), "path": f"{y}.png"} for image, y in zip(pixels, fine, strict=True)
+            {"bytes": cifar_files.to_png(image), "path": f"{y}.png"}
+            for image, y in zip(pixels, fine, strict=True)
         ]
         table = pa.table({"img": images, "fine_label": fine, "coarse_label": fine // 5})
         half = len(fine) // 2
@@ -346,7 +290,7 @@ def tiny(tiny_files, monkeypatch, tmp_path):
     _, description, root = tiny_files
     shutil.copytree(root, tmp_path / "raw")
     monkeypatch.setattr(Cifar100FiftyClass, "cifar", description)
-    monkeypatch.setattr(Cifar100FiftyClass, "validation_per_class", 5)
+    monkeypatch.setattr(Cifar100FiftyClass, "per_class", {"validation": 5})
     return Tiny(tmp_path / "raw", tmp_path / "cache", monkeypatch)
 
 
@@ -380,26 +324,28 @@ class Tiny:
 class TestTinyCifar100:
     def test_every_source_gives_the_same_splits(self, tiny, tiny_files):
         rows = tiny_files[0]
-        expected = cifar.split_rows(rows[0].labels, range(50), range(25, 75), 5, 4, 0)
-        for source in ("archive", "extracted", "extracted/cifar-100-python", "parquet", "parquet/cifar100"):
+        expected = split_rows(rows[0].labels, range(50), range(25, 75), {"validation": 5, "labeled": 4}, 0)
+        for split in ("train", "test"):  # as the Hub's conversion to parquet lays them out
+            shards = sorted((tiny.root / "parquet/cifar100").glob(f"{split}*"))
+            converted = tiny.root / "converted/cifar100" / split / "0000.parquet"
+            converted.parent.mkdir(parents=True)
+            pq.write_table(pa.concat_tables(map(pq.read_table, shards)), converted)
+        for source in ("archive", "extracted", "extracted/cifar-100-python", "parquet", "converted"):
             data = tiny.load(source)
             for name, part in expected.items():
                 assert np.array_equal(pixels_of(data[name]["image"]), rows[0].pixels[part])
             assert data["labeled"]["label"][:] == rows[0].labels[expected["labeled"]].tolist()
             assert data["test"]["label"][:] == [label for label in rows[1].labels if label < 50]
 
-    @pytest.mark.parametrize(
-        "layout", ["cifar100/data/{}-0.parquet", "{}/0000.parquet", "cifar100/{}/0000.parquet"]
-    )
-    def test_other_parquet_layouts_are_found(self, tiny, layout):
-        for split in ("train", "test"):
-            file = tiny.root / "other" / layout.format(split)
-            file.parent.mkdir(parents=True, exist_ok=True)
-            shards = [
-                pq.read_table(file) for file in sorted((tiny.root / "parquet/cifar100").glob(f"{split}*"))
-            ]
-            pq.write_table(pa.concat_tables(shards), file)
-        assert len(tiny.load("other")["labeled"]) == 200
+    def test_nothing_on_the_disk_tells_the_class_of_an_unlabeled_image(self, tiny):
+        unlabeled = tiny.load("extracted")["unlabeled"]
+        assert unlabeled.column_names == ["image"]
+        stored = datasets.Dataset.from_file(unlabeled.cache_files[0]["filename"])
+        cells = stored.cast_column("image", datasets.Image(decode=False))["image"]
+        assert set(stored["label"]) == {-1}
+        assert {cell["path"] for cell in cells} == {None}
+        picture = PIL.Image.open(io.BytesIO(cells[0]["bytes"]))
+        assert (picture.format, picture.mode, picture.size) == ("PNG", "RGB", (32, 32))
 
     @pytest.mark.parametrize(("config", "first", "last"), [("zeta50", 25, 74), ("zeta100", 50, 99)])
     def test_fifty_classes_are_unlabeled(self, tiny, tiny_files, config, first, last):
@@ -411,9 +357,6 @@ class TestTinyCifar100:
         assert np.bincount(data["labeled"]["label"]).tolist() == [4] * 50
         assert np.bincount(data["validation"]["label"]).tolist() == [5] * 50
         assert np.bincount(data["test"]["label"]).tolist() == [4] * 50
-
-    def test_the_oracle_leaves_classes_25_to_49(self, tiny):
-        assert len(tiny.load("extracted", oracle=True)["unlabeled"]) == 25 * 6
 
     @pytest.mark.parametrize(
         ("config", "oracle", "seen", "unseen"),
@@ -438,16 +381,14 @@ class TestTinyCifar100:
             assert sorted(labels) == [c for c in range(*bounds) for _ in range(4)]
             stored = datasets.Dataset.from_file(data[name].cache_files[0]["filename"])
             assert set(stored["label"]) == {-1}
+        assert len(data["unlabeled"]) == 6 * (25 if oracle else 50)
         assert np.bincount(data["test"]["label"]).tolist() == [4] * 50
 
-    def test_streaming_gives_the_same_rows(self, tiny):
+    def test_streaming_gives_the_same_rows_and_a_second_load_reads_no_source(self, tiny):
         built, streamed = tiny.load("archive"), tiny.load("archive", streaming=True)
         for name in SPLITS:
             images = [row["image"] for row in streamed[name]]
             assert np.array_equal(pixels_of(images), pixels_of(built[name]["image"]))
-
-    def test_the_second_load_reads_no_source(self, tiny):
-        tiny.load("archive")
         tiny.monkeypatch.setattr(cifar, "read_cifar", None)
         assert len(tiny.load("archive")["test"]) == 200
 
@@ -479,9 +420,9 @@ class TestCifar100:
     def test_class_names_are_those_of_the_official_meta_file(self):
         coarse = """
             aquatic_mammals fish flowers food_containers fruit_and_vegetables household_electrical_devices
-            household_furniture insects large_carnivores large_man-made_outdoor_things large_natural_outdoor_scenes
-            large_omnivores_and_herbivores medium_mammals non-insect_invertebrates people reptiles small_mammals trees
-            vehicles_1 vehicles_2
+            household_furniture insects large_carnivores large_man-made_outdoor_things
+            large_natural_outdoor_scenes large_omnivores_and_herbivores medium_mammals
+            non-insect_invertebrates people reptiles small_mammals trees vehicles_1 vehicles_2
             """
         writer = restore_pickles().Py2Pickler
         entries = {"fine_label_names": list(CIFAR100.class_names), "coarse_label_names": coarse.split()}
@@ -494,22 +435,17 @@ class TestSettings:
         ("name", "title", "count", "largest"),
         [
             ("cifar10_six_animal", "CIFAR-10", 4500, 4499),
-            ("cifar10_six_animal", "CIFAR-10", 0, 4499),
-            ("cifar100_fifty_class", "CIFAR-100", 450, 449),
-            ("cifar100_fifty_class", "CIFAR-100", -1, 449),
+            ("cifar100_fifty_class", "CIFAR-100", 0, 449),
         ],
     )
-    @pytest.mark.parametrize("streaming", [False, True])
     def test_an_impossible_number_of_labels_is_refused_before_reading(
-        self, name, title, count, largest, streaming, tmp_path
+        self, name, title, count, largest, tmp_path
     ):
         with pytest.raises(ValueError) as error:  # noqa: PT011, the whole sentence is compared
-            load_dataset(
-                name, labels_per_class=count, data_dir="nowhere", cache_dir=tmp_path, streaming=streaming
-            )
+            load_dataset(name, labels_per_class=count, data_dir="nowhere", cache_dir=tmp_path)
         assert str(error.value) == (
-            f"labels_per_class is {count}, but the images of {title} suffice for 1 to {largest}: choose a number in "
-            "that range."
+            f"labels_per_class is {count}, but the images of {title} suffice for 1 to {largest}: choose a "
+            "number in that range."
         )
 
     @pytest.mark.parametrize("name", ["cifar10_six_animal", "cifar100_fifty_class"])
@@ -521,12 +457,6 @@ class TestSettings:
             "loss=supervised, without the oracle."
         )
 
-    def test_settings_are_named(self):
-        with pytest.raises(
-            ValueError, match="Choose one of labels_per_class, seed, oracle, foreign, split, streaming"
-        ):
-            load_dataset("cifar10_six_animal", orakel=True)
-
 
 class TestRefusals:
     def test_no_folder(self, tiny):
@@ -535,39 +465,35 @@ class TestRefusals:
             "https://www.cs.toronto.edu/~kriz/cifar.html and put it there."
         )
 
-    @pytest.mark.parametrize("extra", [None, "notes.txt", "readme.parquet", "cifar-10-python.tar.gz"])
-    def test_folder_without_the_set(self, tiny, extra):
+    def test_folder_without_the_set(self, tiny):
         (tiny.root / "empty").mkdir()
-        if extra:
-            (tiny.root / "empty" / extra).write_text("nothing of interest")
+        for name in ("notes.txt", "readme.parquet", "cifar-10-python.tar.gz"):
+            (tiny.root / "empty" / name).write_text("nothing of interest")
         assert tiny.refuses("empty", FileNotFoundError) == (
-            f"{tiny.root / 'empty'} holds neither cifar-100-python.tar.gz nor cifar-100-python nor the parquet files "
-            "of uoft-cs/cifar100: download cifar-100-python.tar.gz from https://www.cs.toronto.edu/~kriz/cifar.html "
-            "and put it there."
+            f"{tiny.root / 'empty'} holds neither cifar-100-python.tar.gz nor cifar-100-python nor the "
+            "parquet files of uoft-cs/cifar100: download cifar-100-python.tar.gz from "
+            "https://www.cs.toronto.edu/~kriz/cifar.html and put it there."
         )
 
     def test_no_folder_given_and_no_network(self, tiny, tmp_path):
         tiny.monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
         assert tiny.refuses(None, ConnectionError) == (
-            "CIFAR-100 cannot be fetched from uoft-cs/cifar100 on the Hub (LocalEntryNotFoundError): download "
-            "cifar-100-python.tar.gz from https://www.cs.toronto.edu/~kriz/cifar.html and pass the folder that holds "
-            "it as data_dir."
+            "CIFAR-100 cannot be fetched from uoft-cs/cifar100 on the Hub (LocalEntryNotFoundError): "
+            "download cifar-100-python.tar.gz from https://www.cs.toronto.edu/~kriz/cifar.html and pass the "
+            "folder that holds it as data_dir."
         )
 
-    def test_truncated_archive(self, tiny):
-        archive = tiny.root / "archive" / CIFAR100.archive
-        content = archive.read_bytes()
-        archive.write_bytes(content[:-100])
-        assert tiny.refuses("archive") == (
-            f"{archive} has the MD5 {md5(content[:-100])}, but the official file has {md5(content)}: it is damaged, "
-            "incomplete or not the original; download it again from https://www.cs.toronto.edu/~kriz/cifar.html."
+    @pytest.mark.parametrize("file", [f"archive/{CIFAR100.archive}", "extracted/cifar-100-python/train"])
+    def test_other_bytes_than_published_are_not_even_unpickled(self, tiny, file):
+        path = tiny.root / file
+        content = path.read_bytes()
+        path.write_bytes(content[:-100])
+        tiny.monkeypatch.setattr(cifar_files.ArrayUnpickler, "load", None)
+        assert tiny.refuses(file.split("/")[0]) == (
+            f"{path} has the MD5 {md5(content[:-100])}, but the official file has {md5(content)}: it is "
+            "damaged, incomplete or not the original; download it again from "
+            "https://www.cs.toronto.edu/~kriz/cifar.html."
         )
-
-    def test_changed_batch(self, tiny):
-        batch = tiny.root / "extracted/cifar-100-python/train"
-        batch.write_bytes(batch.read_bytes()[:-1])
-        tiny.monkeypatch.setattr(cifar.ArrayUnpickler, "load", None)  # it does not come to unpickling
-        assert tiny.refuses("extracted").startswith(f"{batch} has the MD5 ")
 
     def test_missing_batch(self, tiny):
         folder = tiny.root / "extracted/cifar-100-python"
@@ -594,23 +520,22 @@ class TestRefusals:
             sorted([*before, tiny.cache]),
         )
 
-    def test_missing_shard(self, tiny):
+    @pytest.mark.parametrize(
+        ("split", "lost", "left", "size"), [("train", "*1-of*", 750, 1500), ("test", "*", 0, 400)]
+    )
+    def test_missing_shards(self, tiny, split, lost, left, size):
         folder = tiny.root / "parquet/cifar100"
-        (folder / "train-00001-of-00002.parquet").unlink()
+        for file in folder.glob(f"{split}{lost}"):
+            file.unlink()
         assert tiny.refuses("parquet") == (
-            f"The parquet files of train in {folder} hold 750 rows, but CIFAR-100 has 1500: download all parquet "
-            "files of uoft-cs/cifar100."
+            f"The parquet files of {split} in {folder} hold {left} rows, but CIFAR-100 has {size}: download "
+            "all parquet files of uoft-cs/cifar100."
         )
 
-    def test_missing_test_files(self, tiny):
-        for file in (tiny.root / "parquet/cifar100").glob("test*"):
-            file.unlink()
-        assert "of test in" in (message := tiny.refuses("parquet"))
-        assert "hold 0 rows, but CIFAR-100 has 400" in message
-
-    def test_truncated_parquet_file(self, tiny):
+    @pytest.mark.parametrize("kept", [slice(-10), slice(0)])
+    def test_truncated_parquet_file(self, tiny, kept):
         file = tiny.root / "parquet/cifar100/train-00001-of-00002.parquet"
-        file.write_bytes(file.read_bytes()[:-10])
+        file.write_bytes(file.read_bytes()[kept])
         assert tiny.refuses("parquet") == (
             f"{file} is no complete parquet file: download it again from uoft-cs/cifar100."
         )
@@ -618,9 +543,7 @@ class TestRefusals:
     @pytest.mark.parametrize(
         "columns",
         [
-            {"image": [{"bytes": b"", "path": ""}], "fine_label": [1], "coarse_label": [1]},
             {"img": [{"bytes": b"", "path": ""}], "label": [1]},
-            {"img": [b""], "fine_label": [1], "coarse_label": [1]},
             {"img": [{"path": ""}], "fine_label": [1], "coarse_label": [1]},
             {"img": [{"bytes": b"", "path": ""}], "fine_label": ["fox"], "coarse_label": [1]},
         ],
@@ -629,8 +552,8 @@ class TestRefusals:
         file = tiny.root / "parquet/cifar100/train-00001-of-00002.parquet"
         pq.write_table(pa.table(columns), file)
         assert tiny.refuses("parquet") == (
-            f"{file} has the columns {', '.join(columns)}, but uoft-cs/cifar100 has encoded images in img and numbers "
-            "in coarse_label and fine_label: put its own parquet files there."
+            f"{file} has the columns {', '.join(columns)}, but uoft-cs/cifar100 has encoded images in img "
+            "and numbers in coarse_label and fine_label: put its own parquet files there."
         )
 
     @pytest.mark.parametrize("spoil", ["swapped rows", "one label", "one pixel"])
@@ -644,24 +567,22 @@ class TestRefusals:
         else:
             pixels = pixels_of([PIL.Image.open(io.BytesIO(rows[7]["img"]["bytes"]))])[0]
             pixels[0] ^= 1
-            rows[7]["img"]["bytes"] = cifar.to_png(pixels)
+            rows[7]["img"]["bytes"] = cifar_files.to_png(pixels)
         pq.write_table(pa.Table.from_pylist(rows), file)
         assert tiny.refuses("parquet") == (
-            f"The parquet files of train in {file.parent} hold other images or labels than CIFAR-100, or not batch by "
-            "batch, so that the official order is unknown: download the parquet files of uoft-cs/cifar100."
+            f"The parquet files of train in {file.parent} hold other images or labels than CIFAR-100, or not "
+            "batch by batch, so that the official order is unknown: download the parquet files of "
+            "uoft-cs/cifar100."
         )
 
-    @pytest.mark.parametrize("content", [None, b"", b"no image", "another size", "cut off", "jpeg"])
-    def test_other_images_than_expected(self, tiny, content):
+    @pytest.mark.parametrize("spoil", ["missing", "another size", "cut off", "jpeg"])
+    def test_other_images_than_expected(self, tiny, spoil):
         file = tiny.root / "parquet/cifar100/train-00000-of-00002.parquet"
-        rows = pq.read_table(file).to_pylist()
-        picture, buffer = (
-            PIL.Image.new("RGB", (33, 32) if content == "another size" else (32, 32)),
-            io.BytesIO(),
-        )
-        picture.save(buffer, "JPEG" if content == "jpeg" else "PNG")
-        made = buffer.getvalue()[:-30] if content == "cut off" else buffer.getvalue()
-        rows[7]["img"]["bytes"] = made if isinstance(content, str) else content
+        rows, buffer = pq.read_table(file).to_pylist(), io.BytesIO()
+        picture = PIL.Image.new("RGB", (33 if spoil == "another size" else 32, 32))
+        picture.save(buffer, "JPEG" if spoil == "jpeg" else "PNG")
+        content = buffer.getvalue()[: -30 if spoil == "cut off" else None]
+        rows[7]["img"]["bytes"] = None if spoil == "missing" else content
         pq.write_table(pa.Table.from_pylist(rows), file)
         assert tiny.refuses("parquet") == (
             f"{file} holds something else than PNG or WebP images of 32x32 pixels: download it again."
@@ -675,7 +596,9 @@ class TestBatchOrder:
 
     def order(self, *numbers: int) -> list[int] | None:
         labels = np.repeat(np.array(numbers, np.uint8), 2)
-        order = cifar._official_order(self.BATCHES, np.repeat(labels[:, None], 3072, axis=1), labels[:, None])
+        order = cifar_files._official_order(
+            self.BATCHES, np.repeat(labels[:, None], 3072, axis=1), labels[:, None]
+        )
         return None if order is None else order.tolist()
 
     def test_batches_are_put_in_order(self):
@@ -697,16 +620,14 @@ class Call:
 
 
 class TestHostilePickles:
-    @pytest.mark.parametrize("protocol", [0, 2, 4])
+    @pytest.mark.parametrize("protocol", [0, 4])
     @pytest.mark.parametrize(
         ("function", "arguments"),
         [
             (os.system, ("touch {}",)),
             (builtins.eval, ("open({!r}, 'w')",)),
-            (builtins.exec, ("open({!r}, 'w')",)),
             (builtins.getattr, (Call(__import__, "os"), "system")),
             (copyreg._reconstructor, (Tiny, object, None)),
-            (np.load, ("{}",)),
             (np.fromfile, ("{}",)),
         ],
     )
@@ -738,4 +659,4 @@ class TestHostilePickles:
     )
     def test_side_doors_are_shut(self, content):
         with pytest.raises((pickle.UnpicklingError, ValueError)):
-            cifar.ArrayUnpickler(io.BytesIO(content)).load()
+            cifar_files.ArrayUnpickler(io.BytesIO(content)).load()

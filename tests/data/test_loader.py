@@ -7,10 +7,9 @@ import PIL.Image
 import pytest
 import torch
 from accelerate import skip_first_batches
-from torchvision.transforms.v2 import functional as transforms
 
 from hf_fixastep.data.images import Images
-from hf_fixastep.data.loader import Draw, PairedDataset, PairedLoader, PairedSampler, generator_for
+from hf_fixastep.data.loader import PairedLoader, PairedSampler, generator_for
 
 
 WEAK = 1060547780  # crc32 of b"weak"
@@ -54,34 +53,18 @@ def assert_same_batches(first, second) -> None:
 
 
 class TestImages:
-    def test_grey_images_take_one_channel(self):
-        array = noise(4, 5, 6)
-        images = Images.from_dataset(split_of([PIL.Image.fromarray(a) for a in array]), (5, 6))
-        assert np.array_equal(images.pixels, array[:, None])
-        assert images.labels is None
-        assert images.class_names is None
-
-    def test_black_and_white_images_take_one_channel(self):
-        picture = PIL.Image.fromarray(noise(5, 6)).convert("1")
-        images = Images.from_dataset(split_of([picture]), (5, 6))
-        assert np.array_equal(images.pixels[0, 0], np.array(picture) * 255)
-
-    def test_rgb_images_take_three_channels(self):
-        array = noise(4, 5, 6, 3)
-        images = Images.from_dataset(split_of([PIL.Image.fromarray(a) for a in array], [0, 1, 2, 0]), (5, 6))
-        assert np.array_equal(images.pixels, array.transpose(0, 3, 1, 2))
-        assert images.labels.tolist() == [0, 1, 2, 0]
-        assert images.class_names == ["cat", "dog", "owl"]
-
-    @pytest.mark.parametrize("mode", ["RGBA", "P", "CMYK"])
-    def test_other_modes_are_converted_by_pillow(self, mode):
+    @pytest.mark.parametrize("mode", ["1", "L", "RGB", "RGBA", "P", "CMYK"])
+    def test_grey_modes_take_one_channel_and_others_three(self, mode):
         picture = PIL.Image.fromarray(noise(5, 6, 3)).convert(mode)
-        expected = np.array(picture.convert("RGB")).transpose(2, 0, 1)
-        stored = datasets.Dataset.from_dict(
-            {"image": [picture]}, datasets.Features({"image": datasets.Image()})
-        )
+        stored = split_of([picture], [2])
         assert stored[0]["image"].mode == mode
-        assert np.array_equal(Images.from_dataset(stored, (5, 6)).pixels[0], expected)
+        images = Images.from_dataset(stored, (5, 6))
+        expected = np.array(picture.convert("L" if mode in ("1", "L") else "RGB"))
+        assert np.array_equal(
+            images.pixels[0], expected[None] if expected.ndim == 2 else expected.transpose(2, 0, 1)
+        )
+        assert images.labels.tolist() == [2]
+        assert images.class_names == ["cat", "dog", "owl"]
 
     @pytest.mark.parametrize("grey_first", [True, False])
     def test_mixed_images_become_rgb(self, grey_first):
@@ -98,13 +81,6 @@ class TestImages:
         stored = Images.from_dataset(split_of([colour]), (5, 6), channels=1).pixels
         assert np.array_equal(stored[0, 0], np.array(colour.convert("L")))
 
-    @pytest.mark.parametrize("shape", [(9, 13), (3, 4), (8, 7)])
-    def test_images_of_another_size_are_resized_by_torchvision(self, shape):
-        array = noise(*shape, 3)
-        images = Images.from_dataset(split_of([PIL.Image.fromarray(array)]), (6, 7))
-        whole = torch.from_numpy(array).permute(2, 0, 1).contiguous()
-        assert torch.equal(images.pixels[0], transforms.resize(whole, [6, 7], antialias=True))
-
     @pytest.mark.parametrize("channels", [1, 3])
     def test_resizing_agrees_with_the_image_processor(self, channels):
         from transformers import ViTImageProcessor
@@ -115,12 +91,6 @@ class TestImages:
         expected = processor(picture.convert("RGB"), return_tensors="pt")["pixel_values"][0]
         images = Images.from_dataset(split_of([picture]), (16, 16))
         assert torch.equal(images.pixels[0].expand(3, -1, -1).float(), expected.float())
-
-    def test_resizing_is_close_to_pillow(self):
-        smooth = PIL.Image.fromarray(noise(4, 4)).resize((40, 30), PIL.Image.Resampling.BILINEAR)
-        stored = Images.from_dataset(split_of([smooth]), (16, 16)).pixels[0, 0]
-        expected = np.array(smooth.resize((16, 16), PIL.Image.Resampling.BILINEAR))
-        assert np.abs(stored.numpy().astype(int) - expected).max() <= 1
 
     def test_other_columns_are_not_read(self):
         pictures = [PIL.Image.fromarray(noise(5, 6))]
@@ -142,26 +112,15 @@ class TestImages:
             assert images.labels.tolist() == [1]
 
     def test_an_empty_split_gives_an_empty_store(self):
-        images = Images.from_dataset(split_of([], []), (5, 6))
-        assert len(images) == 0
+        images = Images.from_dataset(split_of([]), (5, 6))
+        assert (len(images), images.labels, images.class_names) == (0, None, None)
         assert len(images.fingerprint) == 16
-
-    @pytest.mark.parametrize(("count", "shown"), [(2000, False), (2001, True)])
-    def test_the_progress_bar_is_for_many_images(self, count, shown, capsys):
-        Images.from_dataset(split_of([PIL.Image.fromarray(noise(1, 1))] * count), (1, 1))
-        assert ("Decoding images" in capsys.readouterr().err) == shown
 
     def test_rows_come_in_the_order_asked_for(self):
         batch = numbered(9).__getitems__([4, 0, 4])
-        assert batch["pixel_values"][:, 0, 0, 0].tolist() == [4, 0, 4]
-        assert batch["labels"].tolist() == [4, 0, 4]
+        assert batch["pixel_values"][:, 0, 0, 0].tolist() == batch["labels"].tolist() == [4, 0, 4]
         assert batch["pixel_values"].dtype == torch.uint8
-        assert "labels" not in numbered(9, labels=False).__getitems__([1])
-
-    def test_one_image_can_be_read(self):
-        image = numbered(9)[4]
-        assert image["pixel_values"].tolist() == [[[4, 4], [4, 4]]]
-        assert image["labels"] == 4
+        assert numbered(9, labels=False)[4].keys() == {"pixel_values"}
 
 
 class TestFingerprint:
@@ -213,12 +172,8 @@ class TestPairedSampler:
         for epoch in (2, 0, 3, 1):
             epochs.set_epoch(epoch)
             assert list(epochs) == whole[5 * epoch : 5 * epoch + 5]
-        assert [draw.step for draw in whole] == list(range(20))
+        assert [draw.number for draw in whole] == list(range(20))
         assert list(PairedSampler((10, 33), (3, 7), steps_per_epoch=20, seed=4)) != whole
-
-    def test_the_two_streams_are_shuffled_apart(self):
-        draw = next(iter(PairedSampler((20, 20), (20, 20), steps_per_epoch=1, seed=0)))
-        assert draw.labeled != draw.unlabeled
 
     def test_two_ranks_see_what_one_sees_with_twice_the_batch(self):
         ranks = [PairedSampler((10, 33), (3, 7), 6, seed=5, rank=rank, world=2) for rank in (0, 1)]
@@ -229,7 +184,7 @@ class TestPairedSampler:
         for first, second, both in zip(*ranks, alone, strict=True):
             assert first.labeled + second.labeled == both.labeled
             assert first.unlabeled + second.unlabeled == both.unlabeled
-            steps += [first.step, second.step]
+            steps += [first.number, second.number]
         assert steps == list(range(24, 36))
 
     @pytest.mark.parametrize("unlabeled_size", [0, 33])
@@ -237,9 +192,6 @@ class TestPairedSampler:
         draws = list(PairedSampler((10, unlabeled_size), (3, 0), steps_per_epoch=4))
         assert [draw.unlabeled for draw in draws] == [[]] * 4
         assert len(draws[0].labeled) == 3
-
-    def test_the_length_is_the_epoch(self):
-        assert len(PairedSampler((10, 33), (3, 7), steps_per_epoch=5)) == 5
 
 
 class TestPairedLoader:
@@ -252,7 +204,7 @@ class TestPairedLoader:
             assert (
                 batch["unlabeled"][:, 0, 0, 0].tolist() == batch["unlabeled_index"].tolist() == draw.unlabeled
             )
-            assert batch["step"] == draw.step
+            assert batch["step"] == draw.number
             assert batch["pixel_values"].dtype == batch["unlabeled"].dtype == torch.uint8
             assert batch["labels"].dtype == batch["unlabeled_index"].dtype == torch.int64
 
@@ -292,21 +244,12 @@ class TestPairedLoader:
         list(loader())
         assert torch.equal(torch.get_rng_state(), before)
 
-    def test_the_dataset_has_the_length_of_the_labeled_set(self):
-        dataset = PairedDataset(numbered(10), numbered(50))
-        assert len(dataset) == 10
-        assert dataset.__getitems__(Draw(4, [1], []))["unlabeled"].shape == (0, 1, 2, 2)
-
 
 class TestGeneratorFor:
     def test_the_seed_is_that_of_the_seed_sequence(self):
         assert zlib.crc32(b"weak") == WEAK
         low, high = np.random.SeedSequence([1, 2, 3, WEAK]).generate_state(2, np.uint32).tolist()
         assert generator_for(1, 2, 3, "weak").initial_seed() == low + (high << 32) == SEED
-
-    def test_the_same_keys_give_the_same_numbers(self):
-        first, second = (torch.rand(5, generator=generator_for(1, 2, 3, "weak")) for _ in range(2))
-        assert torch.equal(first, second)
 
     def test_each_key_counts(self):
         keys = [
@@ -316,12 +259,8 @@ class TestGeneratorFor:
             (1, 2, 0, "weak"),
             (1, 2, 3, "strong"),
         ]
-        numbers = {tuple(torch.rand(5, generator=generator_for(*key)).tolist()) for key in keys}
+        numbers = {tuple(torch.rand(5, generator=generator_for(*key)).tolist()) for key in keys * 2}
         assert len(numbers) == len(keys)
-
-    def test_it_lives_on_the_device_asked_for(self):
-        assert generator_for(1, 2, 3, "weak").device.type == "cpu"
-        assert generator_for(1, 2, 3, "weak", device=torch.device("cpu")).device.type == "cpu"
 
 
 class TestBadInput:
@@ -331,7 +270,6 @@ class TestBadInput:
         ("changes", "sentence"),
         [
             ({"batch_sizes": (0, 7)}, "The labeled batch size is 0, but expected 1 or more: raise it."),
-            ({"batch_sizes": (-2, 7)}, "The labeled batch size is -2, but expected 1 or more: raise it."),
             ({"batch_sizes": (3, -1)}, "The unlabeled batch size is -1, but expected 0 or more: raise it."),
             (
                 {"steps_per_epoch": 0},
@@ -367,13 +305,8 @@ class TestBadInput:
         [
             (
                 (torch.zeros(4, 3, 2, 2),),
-                "Pixels are torch.float32 of shape [4, 3, 2, 2], but expected torch.uint8 of shape [N, C, H, W]: "
-                "scale them to 0..255 and convert them with .to(torch.uint8).",
-            ),
-            (
-                (torch.zeros(4, 2, 2, dtype=torch.uint8),),
-                "Pixels are torch.uint8 of shape [4, 2, 2], but expected torch.uint8 of shape [N, C, H, W]: "
-                "scale them to 0..255 and convert them with .to(torch.uint8).",
+                "Pixels are torch.float32 of shape [4, 3, 2, 2], but expected torch.uint8 of shape [N, C, H, "
+                "W]: scale them to 0..255 and convert them with .to(torch.uint8).",
             ),
             (
                 (numbered(4).pixels, torch.zeros(4)),
@@ -381,17 +314,14 @@ class TestBadInput:
                 "give one class number per image.",
             ),
             (
-                (numbered(4).pixels, torch.arange(3)),
-                "Labels are torch.int64 of shape [3], but expected torch.int64 of shape [4]: "
-                "give one class number per image.",
-            ),
-            (
                 (numbered(4).pixels, torch.tensor([0, 1, 2, 0]), ["cat", "dog"]),
-                "Label 2 in row 2 is outside 0..1, the range of the 2 class names: correct the label or the names.",
+                "Label 2 in row 2 is outside 0..1, the range of the 2 class names: correct the label or the "
+                "names.",
             ),
             (
                 (numbered(4).pixels, torch.tensor([0, -1, 1, 0]), ["cat", "dog"]),
-                "Label -1 in row 1 is outside 0..1, the range of the 2 class names: correct the label or the names.",
+                "Label -1 in row 1 is outside 0..1, the range of the 2 class names: correct the label or the "
+                "names.",
             ),
         ],
     )

@@ -5,7 +5,10 @@ import pytest
 from datasets.utils import are_progress_bars_disabled
 
 from hf_fixastep.data import DATASETS, list_datasets, load_dataset, registry
+from hf_fixastep.data.base import ImageSet
 from hf_fixastep.data.digits import DigitsOpenSet
+from hf_fixastep.data.open_set import OpenSet
+from hf_fixastep.data.registry import is_medical
 
 
 @pytest.fixture
@@ -20,13 +23,31 @@ def folder(data) -> Path:
     return Path(data["test"].cache_files[0]["filename"]).parent
 
 
-def test_every_name_is_listed():
+def test_names_are_listed_with_a_line_on_each():
     assert list_datasets() == sorted(DATASETS)
-    assert "digits_open_set" in list_datasets()
+    lines = dict(line.split(maxsplit=1) for line in repr(list_datasets()).splitlines())
+    assert sorted(lines) == sorted(DATASETS)
+    assert lines["cifar10_six_animal"] == (
+        "CIFAR-10: six labeled animals; unlabeled images of four classes, of which zeta percent are vehicles."
+    )
 
 
-def test_four_splits_are_loaded(load):
-    assert list(load()) == ["labeled", "unlabeled", "validation", "test"]
+@pytest.mark.parametrize("name", DATASETS)
+def test_every_builder_declares_its_traits(name):
+    builder = DATASETS[name]
+    assert issubclass(builder, ImageSet)
+    assert "terms" in {
+        trait for kind in builder.__mro__[: builder.__mro__.index(ImageSet)] for trait in vars(kind)
+    }
+    assert is_medical(name) == (name in ("camus", "tmed2", "unity"))
+    assert not (builder.medical and builder.shareable)
+
+
+def test_a_name_that_is_not_there_is_no_key():
+    assert "mnist" not in DATASETS
+    assert len(DATASETS) == len(list(DATASETS))
+    with pytest.raises(KeyError):
+        DATASETS["mnist"]
 
 
 def test_the_default_config_is_the_builders(load):
@@ -38,7 +59,7 @@ def test_the_second_load_uses_the_cache(load, monkeypatch):
     first = load(seed=3)
     monkeypatch.setattr(DigitsOpenSet, "_generate_examples", None)
     second = load(seed=3)
-    assert first["unlabeled"]._fingerprint == second["unlabeled"]._fingerprint
+    assert first["unlabeled"].cache_files == second["unlabeled"].cache_files
     with pytest.raises(TypeError, match="not callable"):
         load(seed=4)
 
@@ -51,28 +72,25 @@ def test_each_setting_has_its_own_folder(load):
 
 def test_an_edited_builder_is_built_anew(load, monkeypatch, tmp_path):
     before = folder(load())
-    edited = tmp_path / "digits.py"
-    edited.write_text(Path(inspect.getfile(DigitsOpenSet)).read_text() + "# edited\n")
-    monkeypatch.setattr(registry.inspect, "getfile", lambda builder_class: str(edited))
+    edited, real = tmp_path / "edited.py", inspect.getfile
+    edited.write_text("# edited\n")
+    monkeypatch.setattr(
+        registry.inspect, "getfile", lambda kind: str(edited) if kind is OpenSet else real(kind)
+    )
     after = folder(load())
     assert before != after
     assert before.parent == after.parent
 
 
-@pytest.mark.parametrize("split", ["unlabeled", "unlabeled[:10]"])
-def test_one_split_can_be_loaded_alone(load, split):
-    assert load(split=split).column_names == ["image"]
-    assert load(split="test").column_names == ["image", "label"]
-
-
-def test_streaming_gives_the_same_rows(load):
+def test_streaming_and_one_split_alone_give_the_same_rows(load):
     streamed, built = load(streaming=True), load()
-    assert list(streamed) == list(built)
+    assert list(streamed) == list(built) == ["labeled", "unlabeled", "validation", "test"]
     for name in built:
         rows = list(streamed[name])
         assert rows[0].keys() == set(built[name].column_names)
         assert [row["image"].tobytes() for row in rows] == [image.tobytes() for image in built[name]["image"]]
     assert next(iter(load(split="unlabeled", streaming=True))).keys() == {"image"}
+    assert load(split="unlabeled[:10]").column_names == ["image"]
 
 
 def test_a_small_set_is_built_in_silence(load, capfd):
@@ -87,7 +105,8 @@ def test_a_small_set_is_built_in_silence(load, capfd):
         (
             ("digits_openset",),
             {},
-            f"Unknown dataset 'digits_openset'. Did you mean digits_open_set? Choose one of {', '.join(DATASETS)}.",
+            "Unknown dataset 'digits_openset'. Did you mean digits_open_set? Choose one of "
+            f"{', '.join(DATASETS)}.",
         ),
         (
             ("digits_open_set", "zeta_100"),

@@ -1,4 +1,4 @@
-"""The decoded images in a file: the same as in memory, built once, never used half-written, never written to."""
+"""Decoded images in a file: the same as in memory, built once, never half-written, never written to."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import datasets
@@ -22,7 +23,9 @@ import PIL.Image
 import pytest
 import torch
 
-from hf_fixastep.data import Images, PairedLoader, images, load_dataset, store
+from hf_fixastep.data import images, load_dataset, store
+from hf_fixastep.data.images import Images
+from hf_fixastep.data.loader import PairedLoader
 from tests.short_runs import make_trainer, tiny_wide_resnet, train
 
 
@@ -126,8 +129,7 @@ class TestContent:
         assert mapped.class_names == memory.class_names == ["cat", "dog"]
         assert mapped.fingerprint == memory.fingerprint
 
-    @pytest.mark.parametrize("grey", [1, 127, 128, 129, 300])
-    @pytest.mark.parametrize("at_once", [1, 128])
+    @pytest.mark.parametrize(("grey", "at_once"), [(1, 1), (3, 1), (127, 128), (128, 128), (300, 128)])
     def test_grey_images_before_a_coloured_one_become_rgb(self, tmp_path, monkeypatch, grey, at_once):
         monkeypatch.setattr(store, "BLOCK_BYTES", at_once * SIZE[0] * SIZE[1])
         arrays = [*noise(grey, *SIZE), *noise(3, *SIZE, 3), *noise(2, *SIZE)]
@@ -147,15 +149,10 @@ class TestContent:
         assert header["key"] in images.file.path.name
         assert content[4096:] == expected().tobytes()
 
-    def test_small_sets_stay_in_memory(self, split, tmp_path, monkeypatch):
-        monkeypatch.setattr(images, "IN_MEMORY_BYTES", COUNT * ROW)
-        assert Images.from_dataset(split, SIZE).file is None
-        monkeypatch.setattr(images, "IN_MEMORY_BYTES", COUNT * ROW - 1)
-        assert Images.from_dataset(split, SIZE).file is not None
-
-    def test_an_empty_set_stays_in_memory(self):
-        split = datasets.Dataset.from_dict({"image": [], "label": []}, FEATURES)
-        assert Images.from_dataset(split, SIZE).pixels.shape == (0, 1, *SIZE)
+    @pytest.mark.parametrize(("limit", "mapped"), [(COUNT * ROW, False), (COUNT * ROW - 1, True)])
+    def test_small_sets_stay_in_memory(self, split, monkeypatch, limit, mapped):
+        monkeypatch.setattr(images, "IN_MEMORY_BYTES", limit)
+        assert (Images.from_dataset(split, SIZE).file is not None) == mapped
 
     def test_memory_while_building_does_not_grow_with_the_store(self, tmp_path):
         shades = [np.zeros((512, 512) if row < 200 else (512, 512, 3), np.uint8) for row in range(300)]
@@ -194,9 +191,6 @@ class TestContent:
 
 
 class TestPlace:
-    def test_the_file_lies_beside_the_arrow_file(self, split, tmp_path):
-        assert Images.from_dataset(split, SIZE).file.path.parent == tmp_path / "set"
-
     def test_a_set_in_memory_uses_the_cache_of_datasets(self, split, tmp_path, monkeypatch):
         monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "not" / "yet")
         held = datasets.Dataset.from_dict(split[:], FEATURES)
@@ -205,10 +199,10 @@ class TestPlace:
         assert images.file.path.parent == tmp_path / "not" / "yet"
         assert np.array_equal(images.pixels, expected())
 
-    def test_a_second_use_decodes_nothing(self, split, decoded):
+    def test_a_second_use_decodes_nothing(self, split, decoded, tmp_path):
         first = Images.from_dataset(split, SIZE)
-        assert decoded == list(range(COUNT))
-        second = Images.from_dataset(datasets.load_from_disk(first.file.path.parent), SIZE)
+        assert first.file.path.parent == tmp_path / "set"  # beside the Arrow file
+        second = Images.from_dataset(datasets.load_from_disk(tmp_path / "set"), SIZE)
         assert decoded == list(range(COUNT))
         assert torch.equal(first.pixels, second.pixels)
         assert torch.equal(first.labels, second.labels)
@@ -275,7 +269,7 @@ class TestDamage:
         warned = f"{images.file.path} is damaged or of older images, and is built again." in caplog.messages
         return warned and len(decoded) == COUNT and np.array_equal(images.pixels, expected())
 
-    @pytest.mark.parametrize("change", [-1, 1, -COUNT * ROW, -COUNT * ROW - 4096])
+    @pytest.mark.parametrize("change", [-1, 1, -COUNT * ROW - 4096])
     def test_of_another_length(self, split, decoded, caplog, change):
         path = Images.from_dataset(split, SIZE).file.path
         os.truncate(path, path.stat().st_size + change)
@@ -283,12 +277,7 @@ class TestDamage:
 
     @pytest.mark.parametrize(
         "header",
-        [
-            b"\0" * 4096,
-            b"\xff" * 4096,
-            json.dumps([]).encode(),
-            json.dumps({"version": 1, "dtype": "uint8", "shape": [COUNT, 3, *SIZE]}).encode(),
-        ],
+        [b"\xff" * 4096, json.dumps({"version": 1, "dtype": "uint8", "shape": [COUNT, 3, *SIZE]}).encode()],
     )
     def test_with_another_header(self, split, decoded, caplog, header):
         path = Images.from_dataset(split, SIZE).file.path
@@ -369,31 +358,19 @@ class TestSeveralProcesses:
         assert np.array_equal(Images.from_dataset(split, SIZE).pixels, expected())
         assert not decoded
 
-    def test_leftovers_of_other_sizes_are_removed_too(self, split, tmp_path):
-        (tmp_path / "set" / "pixels-9x9-abc.123.partial").write_bytes(b"half")
-        Images.from_dataset(split, SIZE)
-        assert leave_no_partial(tmp_path)
-
     def test_a_file_in_use_is_small_to_send(self, split):
         images = Images.from_dataset(split, SIZE)
         large = Images.from_dataset(datasets.concatenate_datasets([split] * 9), SIZE)
-        unlabeled = [
-            Images.from_dataset(part.remove_columns("label"), SIZE) for part in (split, split.select([1, 2]))
-        ]
         assert len(pickle.dumps(large)) - len(pickle.dumps(images)) < 8 * len(large) + 100  # the labels
-        assert abs(len(pickle.dumps(unlabeled[0])) - len(pickle.dumps(unlabeled[1]))) < 100
         again = pickle.loads(pickle.dumps(images))
         assert torch.equal(again.pixels, images.pixels)
         assert torch.equal(again.labels, images.labels)
         assert again.fingerprint == images.fingerprint
         assert again.pixels.data_ptr() != images.pixels.data_ptr()
 
-    @pytest.mark.parametrize("start", ["fork", "spawn"])
-    def test_workers_read_the_rows_of_their_draws(self, split, start):
+    def test_workers_read_the_rows_of_their_draws(self, split):
         images = Images.from_dataset(split, SIZE)
-        loader = PairedLoader(images, images, (3, 7), steps_per_epoch=4, num_workers=1)
-        loader.multiprocessing_context = start
-        for batch in loader:
+        for batch in PairedLoader(images, images, (3, 7), steps_per_epoch=4, num_workers=1):
             assert np.array_equal(batch["unlabeled"], expected()[batch["unlabeled_index"]])
             assert (batch["labels"] < 2).all()
 
@@ -401,12 +378,7 @@ class TestSeveralProcesses:
 class TestWriting:
     @pytest.mark.parametrize(
         "write",
-        [
-            lambda pixels: pixels.add_(1),
-            lambda pixels: pixels[3].fill_(0),
-            lambda pixels: pixels.__setitem__(0, 7),
-            lambda pixels: torch.add(pixels, 1, out=pixels),
-        ],
+        [lambda pixels: pixels[3].fill_(0), lambda pixels: torch.add(pixels, 1, out=pixels)],
     )
     def test_pixels_cannot_be_written(self, split, write):
         images = Images.from_dataset(split, SIZE)
@@ -451,7 +423,7 @@ class TestDisk:
             "make room and allow writing there, or load the data set with another cache_dir."
         )
 
-    @pytest.mark.parametrize(("channels", "needed"), [(None, "up to 7,696"), (1, "5,296"), (3, "7,696")])
+    @pytest.mark.parametrize(("channels", "needed"), [(None, "up to 7,696"), (1, "5,296")])
     def test_a_folder_that_may_not_be_written(self, channels, needed):
         with open_to_all() as folder:
             split = split_of(noise(COUNT, *SIZE, 3), folder / "set")
@@ -480,9 +452,7 @@ class TestDisk:
             Images.from_dataset(held, SIZE)
 
     def test_too_little_room_is_seen_before_decoding(self, split, tmp_path, monkeypatch, decoded):
-        monkeypatch.setattr(
-            store.shutil, "disk_usage", lambda folder: shutil._ntuple_diskusage(9999, 2304, 7695)
-        )
+        monkeypatch.setattr(store.shutil, "disk_usage", lambda folder: SimpleNamespace(free=7695))
         with pytest.raises(
             OSError, match=r"need 7,696 bytes in .*set, which failed \(No space left on device\)"
         ):
@@ -504,25 +474,16 @@ class TestDisk:
         assert not pixel_files(tmp_path / "set")
         assert len(Images.from_dataset(split, SIZE)) == len(arrays)
 
-    def test_a_broken_image_leaves_nothing(self, split, tmp_path):
-        broken = [
-            {"bytes": b"no image", "path": None} if row == 30 else picture
-            for row, picture in enumerate(split["image"])
-        ]
-        held = datasets.Dataset.from_dict({"image": broken}, datasets.Features({"image": datasets.Image()}))
-        held.save_to_disk(tmp_path / "broken")
-        with pytest.raises(
-            ValueError, match=r"^The image in row 30 cannot be read \(cannot identify image file .*\): rep"
-        ):
-            Images.from_dataset(datasets.load_from_disk(tmp_path / "broken"), SIZE)
-        assert not pixel_files(tmp_path / "broken")
+    @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+    def test_an_error_while_decoding_leaves_nothing(self, split, tmp_path, monkeypatch, error):
+        def fail(value: Any, mode: Any, row: int) -> PIL.Image.Image:
+            if row == 30:
+                raise error
+            return PIL.Image.new("L", SIZE)
 
-    def test_an_interrupt_leaves_nothing(self, split, tmp_path, monkeypatch):
-        def interrupt(value: Any, mode: Any, row: int) -> None:
-            raise KeyboardInterrupt
-
-        monkeypatch.setattr(images, "_open", interrupt)
-        with pytest.raises(KeyboardInterrupt):
+        monkeypatch.setattr(images, "_open", fail)
+        (tmp_path / "set" / "pixels-9x9-abc.123.partial").write_bytes(b"of a process that died")
+        with pytest.raises(error):
             Images.from_dataset(split, SIZE)
         assert not pixel_files(tmp_path / "set")
 
