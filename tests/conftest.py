@@ -34,11 +34,20 @@ CORE = (
 )
 
 
+def is_core(path: Path) -> bool:
+    return any(path.is_relative_to(Path(__file__).parent / part) for part in CORE)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """With `-m core` the other files are not even imported."""
+    others = collection_path.suffix == ".py" and not is_core(collection_path)
+    return True if config.option.markexpr == "core" and others else None
+
+
 @pytest.hookimpl(tryfirst=True)  # before tests are selected by their marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    folder = Path(__file__).parent
     for item in items:
-        if any(item.path.is_relative_to(folder / part) for part in CORE):
+        if is_core(item.path):
             item.add_marker("core")
 
 
