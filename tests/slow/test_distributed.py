@@ -192,7 +192,6 @@ def main(folder: Path) -> None:
         test_procedures.run(PROCEDURES["safe"][0], folder / "refused", kind=Sharded)
     with pytest.raises(ValueError, match=refusal):  # as in a recipe
         test_procedures.template(folder / "refused", Sharded, procedure="safe_student")
-    assert not list((folder / "refused").iterdir())
 
 
 def run_procedures(folder: Path) -> None:
@@ -310,6 +309,7 @@ def test_bf16_on_two_processes_is_near_float32(launched: Path) -> None:
 @pytest.mark.parametrize("name", PROCEDURES)
 def test_a_procedure_on_two_processes_resumes_to_the_bit(name: str, launched: Path, tmp_path: Path) -> None:
     assert_same(launched, f"{name}-whole", f"{name}-parts")
+    assert not list((launched / "refused").glob("*"))  # what FSDP2 refuses leaves nothing
     alone = test_procedures.run(PROCEDURES[name][0], tmp_path)  # which sees half of the images
     assert largest_difference(weights(alone.model), kept(launched, f"{name}-whole")) > 1e-5
 
