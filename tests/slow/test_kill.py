@@ -10,7 +10,6 @@ import json
 import os
 import random
 import signal
-import subprocess
 import sys
 import time
 import traceback
@@ -26,11 +25,11 @@ from transformers import TrainerCallback
 from hf_fixastep import FixAStepTrainer
 from hf_fixastep.checkpoints import checkpoints, newest_complete
 from tests.short_runs import make_trainer, random_images, tiny_wide_resnet
+from tests.slow.launching import launch
 
 
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).parents[2]
 STEPS = 12
 SETTINGS: dict[str, Any] = {
     "max_steps": STEPS,
@@ -46,7 +45,7 @@ SETTINGS: dict[str, Any] = {
     "load_best_model_at_end": True,
     "per_device_eval_batch_size": 4,
 }
-KILLS, SIGNALS = 30, 10
+KILLS, SIGNALS = 18, 4
 
 
 # ---- what the forked processes do
@@ -200,7 +199,7 @@ class SignalOneProcess(TrainerCallback):
 
 
 def main_of_two(folder: Path) -> None:
-    """What each of two processes of one run does."""
+    """What each of two processes of one run does; test_two_processes launches them."""
     rank = os.environ["RANK"]
     run(folder / "whole")
     code = None
@@ -216,17 +215,9 @@ def main_of_two(folder: Path) -> None:
 # ---- the tests
 
 
-def launch(folder: Path, *launcher: str) -> Path:
-    command = [sys.executable, *launcher, "-m", "tests.slow.test_kill", str(folder)]
-    variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
-    result = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=900)
-    assert result.returncode == 0, result.stderr[-3000:]
-    return folder
-
-
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return launch(tmp_path_factory.mktemp("runs"))
+    return launch(tmp_path_factory.mktemp("runs"), "tests.slow.test_kill")
 
 
 def report(runs: Path) -> dict[str, Any]:
@@ -309,13 +300,5 @@ def test_a_run_stopped_by_a_signal_ends_like_one_that_was_not(number: int, runs:
     assert_ends_like(runs / f"signal-{number}", runs / "whole")
 
 
-def test_a_signal_to_one_of_two_processes_stops_both_after_the_same_step(tmp_path: Path) -> None:
-    launch(tmp_path, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
-    for rank in (0, 1):
-        facts = json.loads((tmp_path / f"report-{rank}.json").read_text())
-        assert facts == {"code": 143, "checkpoints": ["checkpoint-2", "checkpoint-3"]}
-    assert_ends_like(tmp_path / "stopped", tmp_path / "whole", ranks=2)
-
-
 if __name__ == "__main__":
-    (main_of_two if "RANK" in os.environ else main)(Path(sys.argv[1]))
+    main(Path(sys.argv[1]))

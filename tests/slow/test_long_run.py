@@ -1,4 +1,4 @@
-"""A run of 5,000 tiny steps leaves nothing behind in its process."""
+"""A run of 2,000 tiny steps leaves nothing behind in its process."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = [
     ),
 ]
 
-STEPS, SETTLED = 5000, 500
+STEPS, SETTLED = 2000, 200
 
 
 def resident() -> int:
@@ -42,7 +42,7 @@ def threads() -> list[str]:
 
 
 class Watch(TrainerCallback):
-    """Looks at the process every 500 steps."""
+    """Looks at the process every 200 steps."""
 
     def __init__(self) -> None:
         self.memory: list[int] = []
@@ -65,12 +65,12 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Watch:
         loss="fixmatch",
         loss_kwargs=EAGER,
         max_steps=STEPS,
-        steps_per_epoch=300,  # epochs come and go as well
+        steps_per_epoch=120,  # epochs come and go as well
         logging_steps=100,
         eval_strategy="steps",
-        eval_steps=1000,
+        eval_steps=400,
         save_strategy="steps",
-        save_steps=1000,
+        save_steps=400,
         save_total_limit=2,
     )
     trainer.add_callback(watch)
@@ -81,9 +81,9 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Watch:
     return watch
 
 
-def test_memory_grows_by_less_than_a_twentieth(watched: Watch) -> None:
+def test_memory_does_not_grow(watched: Watch) -> None:
     assert len(watched.memory) == STEPS / SETTLED
-    assert watched.memory[-1] < 1.05 * watched.memory[0], watched.memory
+    assert watched.memory[-1] < 1.02 * watched.memory[0], watched.memory
 
 
 def test_no_file_stays_open(watched: Watch) -> None:
@@ -91,7 +91,7 @@ def test_no_file_stays_open(watched: Watch) -> None:
 
 
 def test_no_thread_is_left_behind(watched: Watch) -> None:
-    """From step 1,500 on: the bar of the first checkpoint, after step 1,000, starts tqdm's one monitor."""
+    """From step 600 on: the bar of the first checkpoint, after step 400, starts tqdm's one monitor."""
     before, settled = watched.threads[0], watched.threads[2]
     assert len(settled) <= len(before) + 1, settled
     assert {len(names) for names in watched.threads[2:]} == {len(settled)}

@@ -121,20 +121,14 @@ def test_an_overflow_is_counted_and_shown_and_never_reaches_the_weights(
         assert logged(trainer, f"nonfinite/{name}") == bad_steps(bad_gradient)
         assert [not math.isfinite(loss) for loss in logged(trainer, f"loss/{name}")] == bad_steps(bad_loss)
     assert [not math.isfinite(loss) for loss in logged(trainer)] == bad_steps(max(losses))
-    for before, after in ((4, 5), (7, 8), (9, 10)):  # training goes on
-        assert largest_difference(recorder.raw[before], recorder.raw[after]) > 1e-5
-
-
-@PLACE
-def test_the_scaler_skips_the_step_and_halves_its_scale(place: str, tmp_path: Path) -> None:
-    trainer, recorder = run(place, "scaler", math.inf, tmp_path)
     for step in range(1, STEPS + 1):
         before, after = (parameters(trainer, recorder.raw[number]) for number in (step - 1, step))
-        if step in BAD_STEPS:
-            assert_equal(after, before)
-        else:
+        if step not in BAD_STEPS:  # training goes on
             assert largest_difference(after, before) > 1e-5
-    assert trainer.accelerator.scaler.get_scale() == 1024 / 2 ** len(BAD_STEPS)
+        elif precision == "scaler":
+            assert_equal(after, before)
+    if precision == "scaler":
+        assert trainer.accelerator.scaler.get_scale() == 1024 / 2 ** len(BAD_STEPS)
 
 
 def test_without_overflow_the_scaler_changes_nothing(tmp_path: Path) -> None:

@@ -82,7 +82,7 @@ def told(seed: int, batch: SemiBatch, **kwargs: object) -> tuple[list[int], list
     return partners_and_shares(mix_labeled(recorder(batch), batch, seeded(seed), **kwargs).x)
 
 
-# ---- shares and shapes [2]
+# ---- mixed batches [2]
 
 
 @GUESS_ALL
@@ -95,15 +95,6 @@ def test_a_share_of_one_keeps_images_and_labels(monkeypatch: pytest.MonkeyPatch,
     mixed = mix_labeled(Recorder(192).train(), batch, seeded(), guess_all=guess_all)
     assert torch.equal(mixed.x, batch.x)
     assert torch.equal(mixed.y, batch.y)
-
-
-@GUESS_ALL
-@PER_BATCH
-def test_half_or_more_of_every_image_stays(per_batch: bool, guess_all: bool) -> None:
-    """[2]"""
-    for seed in range(20):
-        _, shares = told(seed, telling_batch(), per_batch=per_batch, guess_all=guess_all)
-        assert all(0.5 <= share <= 1 for share in shares)
 
 
 @GUESS_ALL
@@ -128,27 +119,18 @@ def test_the_mixed_batch_has_the_shape_of_the_labeled_one(
     assert (mixed.x.shape, mixed.y.shape) == (batch.x.shape, batch.y.shape)
 
 
-def shares_with_others(partners: list[int], shares: list[float]) -> list[float]:
-    return [share for row, share in enumerate(shares) if partners[row] != row]
-
-
-def test_per_batch_draws_one_share() -> None:
+@GUESS_ALL
+@PER_BATCH
+def test_half_or_more_of_every_image_stays_and_a_share_is_drawn_per_image_or_per_batch(
+    per_batch: bool, guess_all: bool
+) -> None:
     """[2]"""
     for seed in range(10):
-        found = shares_with_others(*told(seed, telling_batch(), per_batch=True))
-        assert len(set(found)) == 1 < len(found)
-
-
-def test_per_example_draws_a_share_for_every_image() -> None:
-    for seed in range(10):
-        found = shares_with_others(*told(seed, telling_batch(), per_batch=False))
-        assert len(set(found)) == len(found) > 1
-
-
-def test_a_large_alpha_mixes_halves() -> None:
-    found = shares_with_others(*told(0, telling_batch(), alpha=1e8))
-    assert found == pytest.approx([0.5] * len(found), abs=1e-3)
-    assert found
+        partners, shares = told(seed, telling_batch(), per_batch=per_batch, guess_all=guess_all)
+        assert all(0.5 <= share <= 1 for share in shares)
+        found = [share for row, share in enumerate(shares) if partners[row] != row]
+        assert len(found) > 1
+        assert len(set(found)) == (1 if per_batch else len(found))
 
 
 @GUESS_ALL
@@ -201,10 +183,6 @@ def test_the_pool_takes_the_first_rows_of_the_weak_view() -> None:
 def test_the_pool_takes_all_rows_of_both_views_where_they_are_equally_many() -> None:
     batch = telling_batch(labeled=2, weak=7)
     assert {partner for seed in range(200) for partner in told(seed, batch)[0]} == set(range(16))
-
-
-def test_different_seeds_choose_different_partners() -> None:
-    assert told(0, telling_batch())[0] != told(1, telling_batch())[0]
 
 
 @GUESS_ALL

@@ -11,27 +11,21 @@ from hf_fixastep.step.schedules import cosine_7_16, ramp_length, unlabeled_ramp
 # ---- the learning rate [12]
 
 
-@pytest.mark.parametrize("cycle", [7, 1000, 390_600])
-def test_the_cosine_starts_at_one(cycle: int) -> None:
+@pytest.mark.parametrize(
+    ("step", "factor"),
+    [
+        (0, 1),
+        (3500, math.cos(7 * math.pi / 32)),
+        (7000, math.sin(math.pi / 16)),  # 0.1951, a fifth
+        (7999, math.sin(math.pi / 16000)),
+        (8000, 0),
+        (24_000, 0),  # a bare cosine would come back here
+        (80_000, 0),
+    ],
+)
+def test_the_cosine_goes_through_seven_sixteenths_of_its_circle(step: int, factor: float) -> None:
     """[12]"""
-    assert cosine_7_16(0, cycle) == 1
-
-
-@pytest.mark.parametrize("cycle", [7, 1000, 390_600])
-def test_the_cosine_ends_its_cycle_at_a_fifth(cycle: int) -> None:
-    """[12]"""
-    assert cosine_7_16(cycle, cycle) == pytest.approx(0.1951, abs=5e-5)
-    assert cosine_7_16(cycle, cycle) == pytest.approx(math.sin(math.pi / 16))
-
-
-@pytest.mark.parametrize("after", [1, 1.5, 2, 3, 5, 10])
-def test_the_cosine_is_zero_from_eight_sevenths_of_its_cycle_on(after: float) -> None:
-    """[12]; a bare cosine would come back at 24/7."""
-    assert cosine_7_16(round(after * 8000), 7000) == pytest.approx(0, abs=1e-12)
-
-
-def test_the_cosine_is_positive_just_before_eight_sevenths_of_its_cycle() -> None:
-    assert cosine_7_16(7999, 7000) > 1e-5
+    assert cosine_7_16(step, 7000) == pytest.approx(factor, abs=1e-12)
 
 
 def test_the_cosine_never_rises_and_never_is_negative() -> None:
@@ -40,16 +34,10 @@ def test_the_cosine_never_rises_and_never_is_negative() -> None:
     assert factors[-1] >= 0
 
 
-def test_half_way_the_cosine_is_that_of_seven_thirty_seconds_of_pi() -> None:
-    assert cosine_7_16(500, 1000) == pytest.approx(math.cos(7 * math.pi / 32))
-
-
 # ---- ramps of the unlabeled weight
 
 
-@pytest.mark.parametrize(
-    ("step", "share"), [(1, 0.01), (50, 0.5), (99, 0.99), (100, 1), (101, 1), (10**6, 1)]
-)
+@pytest.mark.parametrize(("step", "share"), [(1, 0.01), (99, 0.99), (100, 1), (101, 1)])
 def test_the_linear_ramp_grows_by_equal_parts(step: int, share: float) -> None:
     assert unlabeled_ramp("linear", step, 100) == pytest.approx(share)
 
@@ -57,11 +45,8 @@ def test_the_linear_ramp_grows_by_equal_parts(step: int, share: float) -> None:
 @pytest.mark.parametrize(
     ("step", "share"),
     [
-        (1, 0),
         (1023, 0),
         (1024, 1 / 1024),
-        (2047, 1 / 1024),
-        (2048, 2 / 1024),
         (500_000, 488 / 1024),
         (1_048_575, 1023 / 1024),
         (1_048_576, 1),
@@ -81,9 +66,8 @@ def test_the_sigmoid_ramp_follows_its_formula(step: int, share: float) -> None:
 
 
 @pytest.mark.parametrize("kind", ["linear", "staircase", "sigmoid"])
-@pytest.mark.parametrize("step", [1, 7, 10**6])
-def test_a_length_of_zero_means_no_ramp(kind: str, step: int) -> None:
-    assert unlabeled_ramp(kind, step, 0) == 1
+def test_a_length_of_zero_means_no_ramp(kind: str) -> None:
+    assert unlabeled_ramp(kind, 1, 0) == 1
 
 
 @pytest.mark.parametrize(
@@ -152,30 +136,21 @@ def test_the_shorter_cycle_of_the_official_code_reaches_zero_at_446400(loss: str
 
 
 @pytest.mark.parametrize("loss", [PI, "mean_teacher", "pseudo_label", FIXMATCH, SUPERVISED])
-@pytest.mark.parametrize("iterations", [1000, 385_392])
-def test_the_paper_preset_fits_the_cosine_to_the_run(loss: str, iterations: int) -> None:
-    cycle = ramp_length(preset("paper", loss)["lr_cycle_steps"], iterations)
-    assert cosine_7_16(iterations, cycle) == pytest.approx(0.1951, abs=5e-5)
+def test_the_paper_preset_fits_the_cosine_to_the_run(loss: str) -> None:
+    cycle = ramp_length(preset("paper", loss)["lr_cycle_steps"], 1000)
+    assert cosine_7_16(1000, cycle) == pytest.approx(0.1951, abs=5e-5)
 
 
-@pytest.mark.parametrize("loss", [PI, "mean_teacher", "pseudo_label", "vat"])
-def test_the_paper_preset_ramps_over_the_first_two_fifths_of_the_run(loss: str) -> None:
+@pytest.mark.parametrize(
+    ("loss", "shares"),
+    [
+        *((loss, [0.25, 0.5, 0.9975, 1, 1]) for loss in (PI, "mean_teacher", "pseudo_label", "vat")),
+        (MIXMATCH, [0.1, 0.2, 0.399, 0.4, 1]),  # over the whole run instead of two fifths
+        (FIXMATCH, [1, 1, 1, 1, 1]),
+    ],
+)
+def test_the_paper_preset_ramps_the_unlabeled_weight(loss: str, shares: list[float]) -> None:
     settings = preset("paper", loss)
     length = ramp_length(settings["unlabeled_warmup_steps"], 1000)
-    shares = [unlabeled_ramp(settings["unlabeled_ramp"], step, length) for step in (100, 200, 399, 400, 1000)]
-    assert shares == pytest.approx([0.25, 0.5, 0.9975, 1, 1])
-
-
-def test_the_paper_preset_ramps_mixmatch_over_the_whole_run() -> None:
-    settings = preset("paper", MIXMATCH)
-    length = ramp_length(settings["unlabeled_warmup_steps"], 1000)
-    assert [unlabeled_ramp(settings["unlabeled_ramp"], step, length) for step in (250, 1000)] == [0.25, 1]
-
-
-@pytest.mark.parametrize("name", ["paper", "upstream"])
-def test_fixmatch_has_no_ramp(name: str) -> None:
-    settings = preset(name, FIXMATCH)
-    assert (
-        unlabeled_ramp(settings["unlabeled_ramp"], 1, ramp_length(settings["unlabeled_warmup_steps"], 1000))
-        == 1
-    )
+    found = [unlabeled_ramp(settings["unlabeled_ramp"], step, length) for step in (100, 200, 399, 400, 1000)]
+    assert found == pytest.approx(shares)
