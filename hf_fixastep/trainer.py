@@ -50,7 +50,8 @@ from hf_fixastep.checkpoints import (
 from hf_fixastep.config import FixAStepConfig
 from hf_fixastep.data.images import Images
 from hf_fixastep.data.loader import PairedLoader, as_is, generator_for
-from hf_fixastep.data.views import VIEWS, Views
+from hf_fixastep.data.processor import views_of
+from hf_fixastep.data.views import VIEWS
 from hf_fixastep.evaluation.metrics import classification_metrics
 from hf_fixastep.hub.callback import HubCardCallback
 from hf_fixastep.hub.client import create_repo
@@ -806,19 +807,6 @@ class FixAStepTrainer(Trainer):
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         return grad_norm  # that of clipping, if there was any; the gate logs the norms of its two parts
-
-
-def views_of(processor: Any, **settings: Any) -> tuple[tuple[int, int], Views]:
-    """Image size and views as an image processor describes them; `settings` are further ones of the views."""
-    size = processor.crop_size if getattr(processor, "do_center_crop", None) else processor.size
-    height = size.get("height") or size.get("shortest_edge")
-    width = size.get("width") or size.get("shortest_edge")
-    if not height or not width:
-        raise ValueError(f"The image processor's size is {dict(size)}, but it should give height and width.")
-    mean, std = ((0.0,) * 3, (1.0,) * 3)
-    if processor.do_normalize:
-        mean, std = tuple(processor.image_mean), tuple(processor.image_std)
-    return (height, width), Views(mean=mean, std=std, **settings)
 
 
 def keep_freed_memory() -> None:

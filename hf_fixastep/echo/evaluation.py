@@ -29,8 +29,8 @@ from hf_fixastep.data.folders import REPORT
 from hf_fixastep.data.images import Images
 from hf_fixastep.data.registry import load_dataset
 from hf_fixastep.echo.files import is_phantom
-from hf_fixastep.echo.prediction import Classifier
 from hf_fixastep.evaluation.calibration import Calibration, calibrate, probabilities, write_calibration
+from hf_fixastep.evaluation.classifier import Classifier
 from hf_fixastep.evaluation.intervals import Estimate, confusions, estimate
 from hf_fixastep.evaluation.metrics import balanced_accuracy, calibration_error
 from hf_fixastep.plots import (

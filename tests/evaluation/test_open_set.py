@@ -21,6 +21,7 @@ from hf_fixastep.evaluation.open_set import (
 )
 from hf_fixastep.plots import plot_risk_coverage
 from hf_fixastep.runs import training
+from hf_fixastep.runs.evaluation import SCORES
 from tests.runs.test_training import arguments
 
 
@@ -108,7 +109,7 @@ def test_a_run_is_evaluated_among_foreign_images_by_every_score(run):
     names = {
         f"auroc_{split}_foreign_{score}"
         for split in ("seen", "unseen")
-        for score in (*evaluate.SCORES, "own_score")
+        for score in (*SCORES, "own_score")
     }
     assert names <= found.keys()
     assert (run / "risk_coverage.png").stat().st_size > 10_000
