@@ -10,7 +10,7 @@ import textwrap
 from functools import partial
 from typing import Any
 
-from hf_fixastep.cli import Command
+from hf_fixastep.cli.commands import Command
 
 
 WIDTH = 80

@@ -70,15 +70,15 @@ class DataArguments:
 class ModelArguments:
     """Which network to train."""
 
-    model: str = field(
-        metadata={"help": "A model type to build from scratch, or a folder or Hub name to start from."}
-    )
+    model: str = option("", "A model type to build from scratch, or a folder or Hub name to start from.")
     model_kwargs: dict | str | None = option(None, "Config of a model built from scratch, as YAML.")
     image_size: int | None = option(None, "Side of the images, for a model from scratch.")
     image_mean: list[float] | None = option(None, "Mean per channel, of values in 0..1.")
     image_std: list[float] | None = option(None, "Standard deviation per channel.")
 
     def __post_init__(self) -> None:
+        if not self.model:
+            raise ValueError("No model was named: give --model, such as wide_resnet_fixastep or a Hub name.")
         self.model_kwargs = read_mapping("model_kwargs", self.model_kwargs)
 
 

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
-import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -536,44 +533,3 @@ def test_a_folder_that_is_no_finished_run_is_refused(run, name):
     (run.folder / name).unlink()
     with pytest.raises(ValueError, match=f"holds no {re.escape(name)}, so it is no finished run"):
         RunFolder.read(run.folder)
-
-
-# ---- the template
-
-
-@pytest.mark.slow
-def test_a_wheel_holds_the_template_and_writes_cards(run, tmp_path):
-    source = tmp_path / "source"
-    source.mkdir()
-    for name in ("hf_fixastep", "hub_cards", "recipes", "pyproject.toml", "README.md", "LICENSE"):
-        subprocess.run(["cp", "-r", ROOT / name, source], check=True)
-    build = [
-        sys.executable,
-        "-m",
-        "pip",
-        "wheel",
-        source,
-        "--no-deps",
-        "--no-build-isolation",
-        "-w",
-        tmp_path,
-    ]
-    subprocess.run(build, check=True, capture_output=True)
-    (wheel,) = tmp_path.glob("*.whl")
-    with zipfile.ZipFile(wheel) as archive:
-        archive.extractall(tmp_path / "site")
-    program = (
-        "import hf_fixastep.cards as cards\n"
-        f"assert cards.__file__.startswith({str(tmp_path)!r}), cards.__file__\n"
-        f"print(cards.model_card(cards.RunFolder.read({str(run.folder)!r}), 'org/name', 'mit'))"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        env={"PYTHONPATH": str(tmp_path / "site"), "HF_HUB_OFFLINE": "1", "PATH": "", "HOME": str(tmp_path)},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "# name" in done.stdout

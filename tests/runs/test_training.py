@@ -54,8 +54,8 @@ def test_every_recipe_parses_and_gives_its_own_command(path):
     assert re.search(rf"--config (recipes/)?{name}\b", path.read_text())
 
 
-# The official settings for TMED-2: optim, learning rate, weight decay, unlabeled weight, cosine or fixed, steps of the
-# ramp, temperature and alpha of the mixing, by recipe and split.
+# The official settings for TMED-2, by recipe and split: optim, learning rate, weight decay, unlabeled weight,
+# cosine or fixed, steps of the ramp, temperature and alpha of the mixing.
 HEART2HEART = {
     "supervised": [
         ("adam", 0.01, 0, None, "cosine", None, None, None),
@@ -256,7 +256,8 @@ class StopAfter(TrainerCallback):
     [
         (
             "vit",
-            "{patch_size: 4, hidden_size: 16, num_hidden_layers: 1, num_attention_heads: 2, intermediate_size: 16}",
+            "{patch_size: 4, hidden_size: 16, num_hidden_layers: 1, num_attention_heads: 2, "
+            "intermediate_size: 16}",
         ),
         ("resnet", "{embedding_size: 8, hidden_sizes: [8, 16], depths: [1, 1], layer_type: basic}"),
     ],
