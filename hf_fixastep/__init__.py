@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from hf_fixastep.models import register
+from hf_fixastep._compat.registration import register_networks
 
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ __all__ = [
     "run_procedure",
 ]
 
-register()
+register_networks()
 
 
 def __getattr__(name: str) -> Any:

@@ -57,7 +57,7 @@ ALLOWED = {
     "data": {"_compat.datasets_builder", "_compat.datasets_private", "hub.client"},
     "echo.evaluation": {"data", "echo", "evaluation", "runs"},
     "echo.report": {"evaluation", "plots"},
-    "echo.prediction": {"data", "echo", "evaluation", "runs", "trainer"},
+    "echo.prediction": {"data", "echo", "evaluation", "runs"},
     "echo": {"_compat.datasets_builder", "data"},
     "evaluation": {"data", "hub.client"},
     "plots": set(),
@@ -78,7 +78,9 @@ ALLOWED = {
         "checks",
         "data",
         "echo.files",
+        "evaluation",
         "hub",
+        "losses",
         "plots",
         "procedures",
         "config",
@@ -231,10 +233,32 @@ def test_a_name_that_does_not_exist_is_an_attribute_error() -> None:
         _ = hf_fixastep.FixAStpeTrainer
 
 
-def test_an_unread_public_name_costs_no_import() -> None:
-    """The top of the package imports nothing of ours but the networks, which the Auto classes must know."""
-    assert ours("") == {"models"}
-    assert "hf_fixastep.models" in sys.modules
+def test_the_package_and_the_list_of_commands_import_no_library() -> None:
+    """Only what tells the Auto classes of our networks, once these are imported."""
+    assert ours("") == {"_compat.registration"}
+    assert ours("cli") == {"checks", "cli.commands", "cli.help"}  # the last one when asked for
+    program = "import sys, hf_fixastep.cli; print({'torch', 'transformers', 'numpy'} & sys.modules.keys())"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"
+
+
+@pytest.mark.parametrize(
+    "first",
+    [
+        "import hf_fixastep; from transformers import AutoConfig",
+        pytest.param("import hf_fixastep; from transformers import pipeline", marks=pytest.mark.slow),
+        pytest.param("import hf_fixastep; import transformers.modeling_utils", marks=pytest.mark.slow),
+        pytest.param("from transformers import AutoConfig; import hf_fixastep", marks=pytest.mark.slow),
+        pytest.param("from hf_fixastep import WideResNetForImageClassification", marks=pytest.mark.slow),
+    ],
+)
+def test_the_auto_classes_know_our_networks_whatever_is_imported_first(first: str) -> None:
+    program = (
+        f"{first}; from transformers import AutoConfig, AutoModelForImageClassification as Auto;"
+        "print(type(Auto.from_config(AutoConfig.for_model('wide_resnet_fixastep', depth=10))).__name__)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.stdout == "WideResNetForImageClassification\n", done.stderr
 
 
 # What the import of the trainer must not load; every room adds what it keeps away.
@@ -245,6 +269,12 @@ NOT_FOR_TRAINING = [
     "hf_fixastep.data.digits",
     "hf_fixastep.data.doctor",
     "hf_fixastep.data.folders",
+    "hf_fixastep.hub.callback",
+    "hf_fixastep.hub.cards",
+    "hf_fixastep.hub.client",
+    "hf_fixastep.runs.report",
+    "hf_fixastep.study",
+    "matplotlib",
 ]
 
 

@@ -1,4 +1,4 @@
-"""The command `fixastep`, one file per sub-command."""
+"""The command `fixastep`. This module imports little, so that the list of commands appears at once."""
 
 from __future__ import annotations
 
@@ -6,32 +6,56 @@ import importlib
 import sys
 
 from hf_fixastep.checks import check_choice
+from hf_fixastep.cli.commands import COMMANDS, GROUPS
 
 
-# Sub-commands by the module whose `main` runs them; imported when called, so that `fixastep` answers quickly.
-COMMANDS = {
-    "train": "cli.train",
-    "evaluate": "cli.evaluate",
-    "predict": "echo.prediction",
-    "heart2heart": "echo.evaluation",
-    "phantom": "echo.phantom",
-    "compare": "cli.compare",
-    "sweep": "study.sweep",
-    "search": "study.search",
-    "gallery": "study.gallery",
-    "doctor": "data.doctor",
-    "push": "cli.push",
-    "demo": "cli.demo",
-    "benchmark": "study.benchmark",
-}
+HELP, VERSION = ("--help", "-h"), "--version"
 
 
 def main(argv: list[str] | None = None) -> None:
     argv = sys.argv[1:] if argv is None else argv
+    if not argv or argv[0] in HELP:
+        print(overview())
+        return
+    if argv[0] == VERSION:
+        print("fixastep", version())
+        return
     try:
-        if not argv:
-            raise ValueError(f"Give a command: {', '.join(COMMANDS)}.")
-        name = COMMANDS[check_choice("command", argv[0], COMMANDS)]
+        check_choice("command", argv[0], [*COMMANDS, *(("--help", VERSION) if argv[0][0] == "-" else ())])
     except ValueError as error:
         sys.exit(f"error: {error}")
-    importlib.import_module(f"hf_fixastep.{name}").main(argv[1:])
+    if any(word in HELP for word in argv[1:]):
+        from hf_fixastep.cli.help import print_help
+
+        print_help(argv[0], COMMANDS[argv[0]])
+        return
+    importlib.import_module(f"hf_fixastep.{COMMANDS[argv[0]].module}").main(argv[1:])
+
+
+def overview() -> str:
+    """All commands, one line each."""
+    lines = [
+        "usage: fixastep COMMAND [--key value ...]",
+        "",
+        "Image classifiers from a few labels and a large pile of unlabeled images.",
+    ]
+    for title, commands in GROUPS.items():
+        lines += ["", f"{title}:", *(f"  {name:<13}{each.summary}" for name, each in commands.items())]
+    lines += [
+        "",
+        "Example:",
+        "  fixastep train --config digits/quickstart",
+        "  fixastep evaluate runs/quickstart",
+        "",
+        "fixastep COMMAND --help tells more about a command.",
+    ]
+    return "\n".join(lines)
+
+
+def version() -> str:
+    from importlib import metadata
+
+    try:
+        return metadata.version("hf_fixastep")
+    except metadata.PackageNotFoundError:
+        return "of a folder that is not installed"

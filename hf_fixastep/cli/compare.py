@@ -1,14 +1,10 @@
-"""Compare finished runs: did the unlabeled data help, did Fix-A-Step help, and how sure is it?
-
-fixastep compare RUNS... [--out FOLDER] [--metric test_accuracy|test_balanced_accuracy]
-"""
+"""fixastep compare: did the unlabeled data help, did Fix-A-Step help, and how sure is it?"""
 
 from __future__ import annotations
 
-import itertools
 import json
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import pandas as pd
@@ -16,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from hf_fixastep.checks import check_choice
-from hf_fixastep.runs.arguments import parse
+from hf_fixastep.runs.arguments import option, parse, positional
 from hf_fixastep.study.comparison import (
     TEST_METRICS,
     Comparison,
@@ -36,15 +32,16 @@ from hf_fixastep.study.statistics import Interval
 class CompareArguments:
     """What to compare by, and where the outcome goes."""
 
-    out: str | None = field(default=None, metadata={"help": "Folder of the outcome, else beside the runs."})
-    metric: str = field(default=TEST_METRICS[0], metadata={"help": " or ".join(TEST_METRICS)})
+    out: str | None = option(None, "Folder of the outcome; by default beside the runs.")
+    metric: str = option(TEST_METRICS[0], f"{' or '.join(TEST_METRICS)}.")
 
 
 def prepare(argv: list[str]) -> tuple[pd.DataFrame, Path, str]:
-    paths = [Path(word) for word in itertools.takewhile(lambda word: not word.startswith("--"), argv)]
-    if not paths:
+    words, options = positional(argv)
+    if not words:
         raise ValueError("Give the runs first: tables of results, folders of sweeps, or folders of runs.")
-    args, _ = parse((CompareArguments,), argv[len(paths) :])
+    paths = [Path(word) for word in words]
+    args, _ = parse((CompareArguments,), options)
     check_choice("metric", args.metric, TEST_METRICS)
     beside = paths[0] if paths[0].is_dir() else paths[0].parent
     return read_runs(paths), Path(args.out) if args.out else beside, args.metric

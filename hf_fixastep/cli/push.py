@@ -1,8 +1,4 @@
-"""Push a finished run as a model, or a data set that may be passed on, to the Hub.
-
-fixastep push runs/quickstart --hub_model_id org/name --hub_license mit [--dry_run true]
-fixastep push --dataset digits_open_set --zeta 50 --hub_dataset_id org/name
-"""
+"""fixastep push: push a finished run as a model, or a data set that may be passed on, to the Hub."""
 
 from __future__ import annotations
 
@@ -13,7 +9,7 @@ from huggingface_hub import CommitInfo
 
 from hf_fixastep.hub.client import push_files
 from hf_fixastep.hub.push import ALLOWED, prepare_model, push_dataset
-from hf_fixastep.runs.arguments import DataArguments, parse
+from hf_fixastep.runs.arguments import DataArguments, option, parse
 from hf_fixastep.runs.folder import CARD, RunFolder
 
 
@@ -21,16 +17,12 @@ from hf_fixastep.runs.folder import CARD, RunFolder
 class PushArguments:
     """Where a model goes; what its training was told already need not be given again."""
 
-    hub_model_id: str | None = field(default=None, metadata={"help": "Name on the Hub, such as org/name."})
-    hub_license: str | None = field(default=None, metadata={"help": "Licence of the model, such as mit."})
-    hub_intended_use: str | None = field(
-        default=None, metadata={"help": "What it is for; needed for medical data."}
-    )
-    hub_private_repo: bool | None = field(default=None, metadata={"help": "Make a new repository private."})
-    hub_revision: str | None = field(default=None, metadata={"help": "A branch to push to, if not main."})
-    dry_run: bool = field(
-        default=False, metadata={"help": "Print the card and the list of files; push nothing."}
-    )
+    hub_model_id: str | None = option(None, "Name on the Hub, such as org/name.")
+    hub_license: str | None = option(None, "Licence of the model, such as mit.")
+    hub_intended_use: str | None = option(None, "What it is for; needed for medical data.")
+    hub_private_repo: bool | None = option(None, "Make a new repository private.")
+    hub_revision: str | None = option(None, "A branch to push to, if not main.")
+    dry_run: bool = option(False, "Print the card and the list of files; push nothing.")
 
 
 @dataclass
@@ -38,9 +30,12 @@ class DatasetArguments:
     """Where a data set goes."""
 
     hub_dataset_id: str = field(metadata={"help": "Name on the Hub, such as org/name."})
-    hub_license: str | None = field(default=None, metadata={"help": "Licence, for images of your own."})
-    hub_private_repo: bool | None = field(default=None, metadata={"help": "Make a new repository private."})
-    hub_revision: str | None = field(default=None, metadata={"help": "A branch to push to, if not main."})
+    hub_license: str | None = option(None, "Licence, for images of your own.")
+    hub_private_repo: bool | None = option(None, "Make a new repository private.")
+    hub_revision: str | None = option(None, "A branch to push to, if not main.")
+
+
+OPTIONS = {"model": PushArguments, "data set": DatasetArguments, "data": DataArguments}
 
 
 def push_run(folder: str, argv: list[str]) -> CommitInfo | None:

@@ -26,7 +26,6 @@ from hf_fixastep.data.base import REPORT
 from hf_fixastep.data.images import Images
 from hf_fixastep.data.registry import load_dataset
 from hf_fixastep.echo.files import is_phantom
-from hf_fixastep.echo.prediction import Classifier
 from hf_fixastep.echo.report import (
     LEVEL,
     PHANTOM,
@@ -37,6 +36,7 @@ from hf_fixastep.echo.report import (
     save_figures,
 )
 from hf_fixastep.evaluation.calibration import Calibration, calibrate, probabilities, write_calibration
+from hf_fixastep.evaluation.classifier import Classifier
 from hf_fixastep.evaluation.intervals import confusions, estimate
 from hf_fixastep.evaluation.metrics import balanced_accuracy, calibration_error
 from hf_fixastep.runs.arguments import parse

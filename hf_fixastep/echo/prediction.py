@@ -23,18 +23,14 @@ import pandas as pd
 import torch
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor
-from torchvision.transforms import InterpolationMode
-from torchvision.transforms.v2.functional import resize
 from tqdm import tqdm
-from transformers import AutoImageProcessor, AutoModelForImageClassification
 from transformers.utils import logging
 
 from hf_fixastep.data.files import UnreadableImage, printable
-from hf_fixastep.data.processing import views_of
 from hf_fixastep.echo.clips import PARTS, prepare_frames, read_clip
 from hf_fixastep.echo.files import Tree
 from hf_fixastep.evaluation.calibration import Calibration, probabilities
+from hf_fixastep.evaluation.classifier import Classifier
 from hf_fixastep.runs.arguments import parse
 
 
@@ -58,37 +54,6 @@ class PredictArguments:
         default=False, metadata={"help": "Use a model whose config has no calibration."}
     )
     batch_size: int = field(default=64, metadata={"help": "Frames per forward."})
-
-
-class Classifier:
-    """A trained model with all that its images need.
-
-    Args:
-        name: folder of a finished run, or a Hub name.
-    """
-
-    def __init__(self, name: str | Path, batch_size: int = 256) -> None:
-        try:
-            self.model = AutoModelForImageClassification.from_pretrained(name)
-            processor = AutoImageProcessor.from_pretrained(name)
-        except (OSError, ValueError) as error:
-            reason = str(error).splitlines()[0]
-            raise ValueError(f"{name} holds no trained model that could be loaded: {reason}") from error
-        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self.model = self.model.eval().to(self.device, memory_format=torch.channels_last)
-        self.size, self.views = views_of(processor)
-        self.batch_size = batch_size
-        self.classes = [self.model.config.id2label[number] for number in range(self.model.config.num_labels)]
-
-    @torch.inference_mode()
-    def logits(self, pixels: Tensor) -> np.ndarray:
-        """float64 [N, K], of uint8 [N, C, H, W] in any size."""
-        if pixels.shape[2:] != self.size:
-            pixels = resize(pixels, list(self.size), InterpolationMode.BILINEAR, antialias=True)
-        batches = (self.views.plain(batch.to(self.device)) for batch in pixels.split(self.batch_size))
-        return np.concatenate(
-            [self.model(pixel_values=batch).logits.double().cpu().numpy() for batch in batches]
-        )
 
 
 def vote(frames: np.ndarray) -> tuple[int, float, float]:
@@ -160,15 +125,13 @@ def classify_files(
 def read_inputs(argv: list[str]) -> tuple[PredictArguments, Classifier, Calibration, Tree]:
     """Everything that can be wrong with what the user gave, except for single files, is found in here."""
     args, _ = parse((PredictArguments,), argv)
-    if args.batch_size < 1:
-        raise ValueError(f"batch_size is {args.batch_size}, but it has to be at least 1.")
     if Path(args.out).is_dir():
         raise ValueError(f"out is {args.out}, which is a folder; give the name of a CSV file.")
     tree = Tree(args.input)
     if not any(True for _ in tree):
         raise ValueError(f"{args.input} holds no file; give a folder with echo files.")
-    classifier = Classifier(args.model, args.batch_size)
-    calibration = UNCALIBRATED if args.uncalibrated else Calibration.of(classifier.model.config)
+    classifier = Classifier(args.model, batch_size=args.batch_size)
+    calibration = UNCALIBRATED if args.uncalibrated else classifier.calibration
     if calibration is None:
         raise ValueError(
             f"{args.model} has no calibration, so its probabilities mean little: run fixastep heart2heart "

@@ -1,19 +1,22 @@
-"""The networks that Hugging Face does not have."""
+"""The networks that Hugging Face does not have; imported when first asked for, as torch comes with them."""
 
 from __future__ import annotations
 
-from transformers import AutoConfig, AutoModelForImageClassification
-
-from hf_fixastep.models.configuration_wide_resnet import WideResNetConfig
-from hf_fixastep.models.modeling_wide_resnet import WideResNetForImageClassification
+from typing import TYPE_CHECKING, Any
 
 
-__all__ = ["WideResNetConfig", "WideResNetForImageClassification", "register"]
+if TYPE_CHECKING:
+    from hf_fixastep.models.configuration_wide_resnet import WideResNetConfig
+    from hf_fixastep.models.modeling_wide_resnet import WideResNetForImageClassification
 
 
-def register() -> None:
-    """Make the Auto classes know our networks, so that a saved folder loads without remote code."""
-    AutoConfig.register(WideResNetConfig.model_type, WideResNetConfig, exist_ok=True)
-    AutoModelForImageClassification.register(
-        WideResNetConfig, WideResNetForImageClassification, exist_ok=True
-    )
+__all__ = ["WideResNetConfig", "WideResNetForImageClassification"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from hf_fixastep.models import configuration_wide_resnet, modeling_wide_resnet
+
+    home = configuration_wide_resnet if name == "WideResNetConfig" else modeling_wide_resnet
+    return getattr(home, name)

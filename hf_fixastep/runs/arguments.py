@@ -15,31 +15,38 @@ from hf_fixastep.runs.recipe import read_mapping, read_recipe
 
 
 NOT_GIVEN = object()  # the value of an option that neither the recipe nor the command line sets
+SIDES = ("labeled", "unlabeled", "validation", "test", "group")  # what the data set `folders` is made of
+
+
+def option(default: Any, help: str) -> Any:
+    return field(default=default, metadata={"help": help})
 
 
 @dataclass
 class DataArguments:
-    """Which data to load, by name."""
+    """Which data to load, by name, or which folders of images."""
 
-    dataset: str = field(metadata={"help": "A name of hf_fixastep.list_datasets()."})
-    dataset_config: str | None = field(
-        default=None, metadata={"help": "A variant of the data set, such as split0."}
+    dataset: str = option("", "A name of hf_fixastep.list_datasets().")
+    dataset_config: str | None = option(None, "A variant of the data set, such as split0.")
+    zeta: int | None = option(None, "Percent of unlabeled classes that are foreign.")
+    labels_per_class: int | None = option(None, "Labeled images per class.")
+    split_seed: int | None = option(None, "Seed of the split into labeled, unlabeled, ...")
+    data_dir: str | None = option(None, "Folder of raw files, for data that need them.")
+    dataset_kwargs: dict | str | None = option(None, "Whatever else the data set can vary, as YAML.")
+    labeled: str | None = option(
+        None, "Your own images: a folder with a sub-folder per class, or a table. Means --dataset folders."
     )
-    zeta: int | None = field(
-        default=None, metadata={"help": "Percent of unlabeled classes that are foreign."}
-    )
-    labels_per_class: int | None = field(default=None, metadata={"help": "Labeled images per class."})
-    split_seed: int | None = field(
-        default=None, metadata={"help": "Seed of the split into labeled, unlabeled, ..."}
-    )
-    data_dir: str | None = field(
-        default=None, metadata={"help": "Folder of raw files, for data that need them."}
-    )
-    dataset_kwargs: dict | str | None = field(
-        default=None, metadata={"help": "Whatever else the data set can vary."}
+    unlabeled: list[str] | None = option(None, "Your own pile: folders, globs or tables.")
+    validation: str | None = option(None, "As --labeled; if not given, a tenth of it is cut off.")
+    test: str | None = option(None, "As --labeled; if not given, a fifth of it is cut off.")
+    group: str | None = option(
+        None,
+        "Column of the table, or regular expression with (the group) in file names, such as the patient.",
     )
 
     def __post_init__(self) -> None:
+        if not self.dataset:
+            raise ValueError("No data were named: give --dataset NAME, or --labeled DIR and --unlabeled DIR.")
         self.dataset_kwargs = read_mapping("dataset_kwargs", self.dataset_kwargs)
         if self.dataset_config is not None and self.zeta is not None:
             raise ValueError(
@@ -63,21 +70,15 @@ class DataArguments:
 class ModelArguments:
     """Which network to train."""
 
-    model: str = field(
-        metadata={"help": "A model type to build from scratch, or a folder or Hub name to start from."}
-    )
-    model_kwargs: dict | str | None = field(
-        default=None, metadata={"help": "Config of a model built from scratch."}
-    )
-    image_size: int | None = field(
-        default=None, metadata={"help": "Side of the images, for a model from scratch."}
-    )
-    image_mean: list[float] | None = field(
-        default=None, metadata={"help": "Mean per channel, of values in 0..1."}
-    )
-    image_std: list[float] | None = field(default=None, metadata={"help": "Standard deviation per channel."})
+    model: str = option("", "A model type to build from scratch, or a folder or Hub name to start from.")
+    model_kwargs: dict | str | None = option(None, "Config of a model built from scratch, as YAML.")
+    image_size: int | None = option(None, "Side of the images, for a model from scratch.")
+    image_mean: list[float] | None = option(None, "Mean per channel, of values in 0..1.")
+    image_std: list[float] | None = option(None, "Standard deviation per channel.")
 
     def __post_init__(self) -> None:
+        if not self.model:
+            raise ValueError("No model was named: give --model, such as wide_resnet_fixastep or a Hub name.")
         self.model_kwargs = read_mapping("model_kwargs", self.model_kwargs)
 
 
@@ -85,6 +86,12 @@ class OneSentenceParser(HfArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Say what is wrong in one sentence; argparse would print two pages of usage before it."""
         raise ValueError(f"{message[0].upper()}{message[1:]}.")
+
+
+def positional(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The words in front of the first option, and the rest."""
+    at = next((at for at, word in enumerate(argv) if word.startswith("--")), len(argv))
+    return list(argv[:at]), list(argv[at:])
 
 
 def parse(types: Sequence[type], argv: Sequence[str]) -> tuple[Any, ...]:
@@ -105,10 +112,30 @@ def parse(types: Sequence[type], argv: Sequence[str]) -> tuple[Any, ...]:
     for name, value in given.items():
         if name.endswith("_kwargs") and isinstance(value, str):
             given[name] = read_mapping(name, value)
+    if DataArguments in types:
+        given = fold_sides(given)
     made = [
         kind(**{f.name: given[f.name] for f in dataclasses.fields(kind) if f.name in given}) for kind in types
     ]
     return *made, {name: value for name, value in given.items() if value != default(known[name])}
+
+
+def fold_sides(given: dict[str, Any]) -> dict[str, Any]:
+    """Folders of one's own become `dataset_kwargs`, so that a recipe knows one form of them."""
+    sides = {name: given[name] for name in SIDES if given.get(name) is not None}
+    if not sides:
+        return given
+    if (dataset := given.get("dataset", "folders")) != "folders":
+        name = next(iter(sides))
+        raise ValueError(
+            f"{name} is {sides[name]}, but dataset is {dataset}: --{name} is for images of your own, "
+            "with --dataset folders or --config folders/fixmatch."
+        )
+    if len(sides.get("unlabeled", ())) == 1:
+        (sides["unlabeled"],) = sides["unlabeled"]
+    rest = {name: value for name, value in given.items() if name not in SIDES}
+    kwargs = read_mapping("dataset_kwargs", given.get("dataset_kwargs")) | sides
+    return rest | {"dataset": dataset, "dataset_kwargs": kwargs}
 
 
 def recipe_words(argv: Sequence[str], known: dict[str, Any]) -> list[str]:

@@ -16,13 +16,8 @@ FIGURES = {
     "cosines.png": "The cosines of all steps",
     "confusion.png": "True and predicted classes of the test images",
 }
-WEIGHTS, METRICS, LOG, RECIPE, CARD = (
-    "model.safetensors",
-    "metrics.json",
-    "log.csv",
-    "recipe.yaml",
-    "README.md",
-)
+WEIGHTS, METRICS, LOG = "model.safetensors", "metrics.json", "log.csv"
+RECIPE, CARD = "recipe.yaml", "README.md"
 CONFIGS = ("config.json", "preprocessor_config.json")
 PREDICTIONS = "test_predictions.csv"  # class numbers, one row per test image
 
@@ -49,8 +44,8 @@ class RunFolder:
         missing = [name for name in (WEIGHTS, *CONFIGS, METRICS, RECIPE) if not (folder / name).is_file()]
         if missing:
             raise ValueError(
-                f"{folder} holds no {' and no '.join(missing)}, so it is no finished run: give the folder of one, "
-                "such as runs/quickstart."
+                f"{folder} holds no {' and no '.join(missing)}, so it is no finished run: give the folder of "
+                "one, such as runs/quickstart."
             )
         metrics = json.loads((folder / METRICS).read_text())
         return cls(folder, metrics, yaml.safe_load((folder / RECIPE).read_text()) or {})

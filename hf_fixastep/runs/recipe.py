@@ -12,7 +12,7 @@ from hf_fixastep.checks import check_choice
 
 
 class RecipeLoader(yaml.SafeLoader):
-    """YAML as people write it: 1e-6 is a number, and off and no are words; plain PyYAML sees text and false."""
+    """YAML as people write it: 1e-6 is a number, off and no are words; PyYAML sees text and false."""
 
     yaml_implicit_resolvers = {
         first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:bool"]

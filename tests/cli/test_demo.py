@@ -17,12 +17,12 @@ from unittest import mock
 
 import numpy as np
 import pytest
-import torch
 from PIL import Image
 
 from hf_fixastep.cli import demo
+from hf_fixastep.evaluation import page as demo_page
 from hf_fixastep.evaluation.calibration import Calibration
-from hf_fixastep.evaluation.classifier import load_classifier
+from hf_fixastep.evaluation.classifier import Classifier
 from tests.short_runs import tiny_processor, tiny_vit
 
 
@@ -60,7 +60,7 @@ class Text(html.parser.HTMLParser):
 
 
 def shown(shares: list[float], names: list[str], calibration: Calibration | None = None) -> list[str]:
-    return Text(demo.show(torch.tensor(shares), names, calibration)).parts
+    return Text(demo_page.show(np.array(shares), names, calibration)).parts
 
 
 def test_classes_come_by_probability():
@@ -104,7 +104,7 @@ def test_a_model_without_calibration_says_so_and_is_never_uncertain():
 
 
 def test_names_of_classes_stay_text():
-    page = Text(demo.show(torch.full((len(HOSTILE),), 0.1), HOSTILE, None))
+    page = Text(demo_page.show(np.full(len(HOSTILE), 0.1), HOSTILE, None))
     assert page.tags == {"table", "tr", "td", "div", "p"}
     assert page.attributes == {"class", "style"}
     assert page.parts[0:20:2] == HOSTILE
@@ -130,7 +130,7 @@ def model_folder(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def classifier(model_folder):
-    return load_classifier(model_folder)
+    return Classifier(model_folder)
 
 
 def test_an_image_is_shown_upright(classifier, tmp_path):
@@ -139,7 +139,7 @@ def test_an_image_is_shown_upright(classifier, tmp_path):
     turned = Image.Exif()
     turned[0x0112] = 6  # the camera was turned: the top of the scene is on the left of the file
     red_on_top.rotate(90, expand=True).save(tmp_path / "turned.png", exif=turned)
-    image, _ = demo.classify(*classifier, str(tmp_path / "turned.png"))
+    image, _ = demo_page.classify(classifier, str(tmp_path / "turned.png"))
     assert image.size == (360, 240)
     assert (image.getpixel((180, 10)), image.getpixel((180, 230))) == ((255, 0, 0), (0, 0, 0))
 
@@ -148,14 +148,14 @@ def test_an_image_is_shown_upright(classifier, tmp_path):
 def test_a_file_of_any_mode_is_classified_and_shown(mode, classifier, tmp_path):
     path = tmp_path / "image.tif"
     Image.new(mode, (12, 9)).save(path)
-    image, result = demo.classify(*classifier, str(path))
+    image, result = demo_page.classify(classifier, str(path))
     assert image.mode in ("L", "RGB")
     assert set(Text(result).parts) > {"cat", "dog", HOSTILE[1]}
 
 
 def test_a_large_image_is_sent_back_smaller(classifier, tmp_path):
     Image.new("L", (5000, 100)).save(tmp_path / "wide.png")
-    assert demo.classify(*classifier, str(tmp_path / "wide.png"))[0].size == (1024, 20)
+    assert demo_page.classify(classifier, str(tmp_path / "wide.png"))[0].size == (1024, 20)
 
 
 def no_image(path: Path) -> None:
@@ -180,7 +180,7 @@ def cut_off(path: Path) -> None:
 def test_a_file_that_cannot_be_read_gets_a_sentence(write, sentence, classifier, tmp_path):
     path = tmp_path / "image.png"
     write(path)
-    image, result = demo.classify(*classifier, str(path))
+    image, result = demo_page.classify(classifier, str(path))
     assert image is None
     assert sentence in "".join(Text(result).parts)
     assert str(tmp_path) not in result
@@ -246,9 +246,9 @@ def watch_network(patch: pytest.MonkeyPatch, reached: list) -> None:
 @pytest.fixture(scope="module")
 def page(model_folder, classifier, tmp_path_factory):
     if importlib.util.find_spec("gradio") is None:  # not imported yet: it reads the environment
-        pytest.skip('needs Gradio: pip install -e ".[demo]"')
+        pytest.skip('needs Gradio: pip install "hf_fixastep[demo]"')
     with pytest.MonkeyPatch.context() as patch, mock.patch.dict(os.environ):
-        patch.setattr(demo, "UPLOADS_KEPT", (1, 2))
+        patch.setattr(demo_page, "UPLOADS_KEPT", (1, 2))
         patch.chdir(tmp_path_factory.mktemp("here"))
         # settings that some other page may need
         os.environ |= {
@@ -259,9 +259,11 @@ def page(model_folder, classifier, tmp_path_factory):
         os.environ |= {"HTTP_PROXY": "http://proxy.invalid:1", "GRADIO_SERVER_NAME": "0.0.0.0"}
         reached: list = []
         watch_network(patch, reached)
-        with demo.private_gradio() as gradio:
-            blocks = demo.build_page(gradio, HOSTILE[0], lambda path: demo.classify(*classifier, path))
-            demo.serve(blocks, demo.DemoArguments())
+        with demo_page.private_gradio() as gradio:
+            blocks = demo_page.build_page(
+                gradio, HOSTILE[0], lambda path: demo_page.classify(classifier, path)
+            )
+            demo_page.serve(blocks, "127.0.0.1", None)
             found = Page(blocks, Path(os.environ["GRADIO_TEMP_DIR"]))
             found.reached = reached
             yield found
@@ -280,7 +282,7 @@ def test_an_uploaded_image_is_classified(page, picture, classifier, tmp_path):
     answer = page.classify(page.upload(picture))
     image, result = answer["output"]["data"]
     (tmp_path / "same.png").write_bytes(picture)
-    expected = demo.classify(*classifier, str(tmp_path / "same.png"))[1]
+    expected = demo_page.classify(classifier, str(tmp_path / "same.png"))[1]
     number = re.compile(r"\d+\.\d+")  # of another thread, which may round a last digit otherwise
     assert number.sub("", result) == number.sub("", expected)
     assert [*map(float, number.findall(result))] == pytest.approx(
@@ -303,7 +305,7 @@ def test_a_file_of_the_machine_cannot_be_read_through_the_page(page, picture, mo
         cached.resolve(),
         model_folder / "config.json",
     ]
-    for file in [*files, demo.__file__, "/etc/passwd"]:
+    for file in [*files, demo_page.__file__, "/etc/passwd"]:
         assert page.get(f"gradio_api/file={file}")[0] == 403
     outside = page.classify(str(tmp_path / "private.png"))
     assert not outside["success"]
@@ -381,5 +383,5 @@ def test_a_taken_port_is_said(model_folder, monkeypatch):
 def test_without_gradio_the_command_to_install_it_is_given(model_folder, monkeypatch):
     monkeypatch.setattr(demo.signal, "signal", lambda *_: None)
     monkeypatch.setitem(sys.modules, "gradio", None)
-    with mock.patch.dict(os.environ), pytest.raises(SystemExit, match=r'pip install -e "\.\[demo\]"'):
+    with mock.patch.dict(os.environ), pytest.raises(SystemExit, match=r'pip install "hf_fixastep\[demo\]"'):
         demo.main([str(model_folder)])

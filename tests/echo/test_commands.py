@@ -411,7 +411,7 @@ def test_no_header_value_reaches_any_output(run, tmp_path, capfd, caplog):
         (["--input", "nowhere"], "There is no folder"),
         (["--input", "empty"], "holds no file"),
         (["--batch_size", "0"], "batch_size is 0"),
-        (["--model", "nowhere"], "nowhere holds no trained model that could be loaded"),
+        (["--model", "nowhere"], "There is no folder nowhere; as a model on the Hub"),
         (
             ["--model", "plain"],
             "run fixastep heart2heart plain --tmed2 FOLDER first, or add --uncalibrated true",

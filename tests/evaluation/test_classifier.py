@@ -12,7 +12,7 @@ from transformers import BertConfig, ViTImageProcessor, ViTModel, pipeline
 
 from hf_fixastep.evaluation import classifier
 from hf_fixastep.evaluation.calibration import Calibration
-from hf_fixastep.evaluation.classifier import load_classifier, probabilities
+from hf_fixastep.evaluation.classifier import Classifier
 from tests.short_runs import tiny_processor, tiny_vit, tiny_wide_resnet
 
 
@@ -36,24 +36,30 @@ def set_config(folder, **values):
 
 def test_probabilities_are_the_softmax_of_logits_over_the_temperature(folder, picture):
     set_config(folder, calibration={"temperature": 2.5, "abstain_below": 0.8, "coverage": 0.9})
-    model, processor = load_classifier(folder)
+    found = Classifier(folder)
     # Mean and standard deviation of the processor.
     pixels = (np.asarray(picture, dtype=np.float32) / 255 - 0.5) / 0.25
     with torch.no_grad():
-        logits = model(torch.tensor(pixels).permute(2, 0, 1)[None]).logits[0].double().numpy()
+        logits = found.model(torch.tensor(pixels).permute(2, 0, 1)[None]).logits[0].double().numpy()
     shares = np.exp(logits / 2.5)
-    np.testing.assert_allclose(
-        probabilities(model, processor, [picture])[0], shares / shares.sum(), atol=1e-5
-    )
+    np.testing.assert_allclose(found.probabilities([picture])[0], shares / shares.sum(), atol=1e-5)
 
 
 def test_without_calibration_they_are_those_of_the_pipeline(folder, picture):
     names = pipeline("image-classification", model=str(folder))(picture, top_k=3)
-    model, processor = load_classifier(folder)
-    ours = probabilities(model, processor, [picture])[0]
-    assert [name["score"] for name in names] == pytest.approx(
-        ours.sort(descending=True).values.tolist(), abs=1e-6
-    )
+    ours = Classifier(folder).probabilities([picture])[0]
+    assert [name["score"] for name in names] == pytest.approx(sorted(ours, reverse=True), abs=1e-6)
+
+
+def test_pictures_and_pixels_give_the_same_logits_in_batches_of_any_size(folder):
+    pixels = torch.randint(256, (5, 3, 12, 10), dtype=torch.uint8)
+    pictures = [Image.fromarray(image.permute(1, 2, 0).numpy()) for image in pixels]
+    whole = Classifier(folder).logits(pixels)
+    assert whole.dtype == np.float64
+    by_two = Classifier(folder, batch_size=2)
+    np.testing.assert_allclose(by_two.logits(pixels), whole, atol=1e-5)
+    np.testing.assert_allclose(by_two.logits(iter(pictures)), whole, atol=1e-5)
+    assert by_two.logits([]).shape == (0, 3)
 
 
 @pytest.mark.parametrize(
@@ -71,19 +77,17 @@ def test_without_calibration_they_are_those_of_the_pipeline(folder, picture):
     ids=["L", "P", "LA", "RGBA", "CMYK", "I;16", "I", "F"],
 )
 def test_the_mode_of_an_image_does_not_matter(convert, folder, picture):
-    model, processor = load_classifier(folder)
     grey = picture.convert("L")
     grey.putpixel((0, 0), 255)  # so that 16 bits are not taken for 12
-    expected, found = probabilities(model, processor, [grey.convert("RGB"), convert(grey)])
-    torch.testing.assert_close(found, expected, atol=2e-3, rtol=0)  # 8 bits of CMYK round
+    expected, found = Classifier(folder).probabilities([grey.convert("RGB"), convert(grey)])
+    np.testing.assert_allclose(found, expected, atol=2e-3, rtol=0)  # 8 bits of CMYK round
 
 
 def test_images_of_several_sizes_are_taken_together(folder, picture):
-    model, processor = load_classifier(folder)
+    found = Classifier(folder)
     images = [picture, picture.resize((31, 17)), picture.resize((5, 40))]
-    together = probabilities(model, processor, images)
-    apart = torch.cat([probabilities(model, processor, [image]) for image in images])
-    torch.testing.assert_close(together, apart)
+    apart = [found.probabilities([image])[0] for image in images]
+    np.testing.assert_allclose(found.probabilities(images), apart, atol=1e-6)
 
 
 def test_a_model_of_grey_images_gets_one_channel(tmp_path, picture):
@@ -91,14 +95,14 @@ def test_a_model_of_grey_images_gets_one_channel(tmp_path, picture):
     ViTImageProcessor(size={"height": 8, "width": 8}, image_mean=[0.5], image_std=[0.5]).save_pretrained(
         tmp_path
     )
-    shares = probabilities(*load_classifier(tmp_path), [picture, picture.convert("L")])
-    torch.testing.assert_close(shares[0], shares[1])
+    shares = Classifier(tmp_path).probabilities([picture, picture.convert("L")])
+    np.testing.assert_allclose(shares[0], shares[1], atol=1e-6)
 
 
 def test_a_model_on_the_hub_is_pulled_at_its_revision(folder, monkeypatch):
     asked = []
     monkeypatch.setattr(classifier, "pull", lambda *request: asked.append(request) or folder)
-    model, _ = load_classifier("org/name", revision="v1")
+    model = Classifier("org/name", revision="v1").model
     assert asked == [("org/name", "v1")]
     assert torch.equal(model.classifier.bias, load_file(folder / "model.safetensors")["classifier.bias"])
 
@@ -107,14 +111,14 @@ def test_a_name_that_is_neither_folder_nor_on_the_hub(tmp_path):
     with pytest.raises(
         ValueError, match=r"There is no folder runs/quickstrat; as a model on the Hub: .*cache"
     ):
-        load_classifier("runs/quickstrat")
+        Classifier("runs/quickstrat")
     with pytest.raises(ValueError, match=r"There is no folder .*nowhere; .*names such as org/name"):
-        load_classifier(tmp_path / "nowhere")
+        Classifier(tmp_path / "nowhere")
 
 
 def test_a_folder_has_no_revision(folder):
     with pytest.raises(ValueError, match=r"revision is v1, but .* is a folder"):
-        load_classifier(folder, "v1")
+        Classifier(folder, "v1")
 
 
 def pickled(folder):
@@ -165,7 +169,7 @@ def with_code(folder):
 def test_what_is_wrong_with_a_folder_is_said_in_one_sentence(damage, sentence, folder):
     damage(folder)
     with pytest.raises(ValueError, match=sentence) as error:
-        load_classifier(folder)
+        Classifier(folder)
     assert "\n" not in str(error.value)
 
 

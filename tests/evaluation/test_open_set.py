@@ -21,6 +21,7 @@ from hf_fixastep.evaluation.open_set import (
 )
 from hf_fixastep.plots import plot_risk_coverage
 from hf_fixastep.runs import training
+from hf_fixastep.runs.evaluation import SCORES
 from tests.runs.test_training import arguments
 
 
@@ -106,9 +107,7 @@ def test_a_run_is_evaluated_among_foreign_images_by_every_score(run):
     reported = json.loads((run / "metrics.json").read_text())
     assert found["accuracy"] == pytest.approx(reported["test_accuracy"], abs=1e-6)
     names = {
-        f"auroc_{split}_foreign_{score}"
-        for split in ("seen", "unseen")
-        for score in (*evaluate.SCORES, "own_score")
+        f"auroc_{split}_foreign_{score}" for split in ("seen", "unseen") for score in (*SCORES, "own_score")
     }
     assert names <= found.keys()
     assert (run / "risk_coverage.png").stat().st_size > 10_000

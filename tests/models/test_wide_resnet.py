@@ -11,13 +11,12 @@ from torch import Tensor, nn
 from torch.nn.functional import batch_norm, conv2d, leaky_relu, linear
 from transformers import AutoConfig, AutoModelForImageClassification, ViTImageProcessor, pipeline
 
-from hf_fixastep.models import WideResNetConfig, WideResNetForImageClassification, register
+from hf_fixastep.models import WideResNetConfig, WideResNetForImageClassification
 
 
 @pytest.fixture(autouse=True)
-def offline_and_registered(monkeypatch: pytest.MonkeyPatch) -> None:
+def offline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    register()
 
 
 def small_model(**settings: object) -> WideResNetForImageClassification:

@@ -12,11 +12,11 @@ import yaml
 from PIL import Image
 from transformers import TrainerCallback, pipeline
 
-from hf_fixastep import LOSSES, PROCEDURES, FixAStepConfig, load_dataset
+from hf_fixastep import LOSSES, PROCEDURES, load_dataset
 from hf_fixastep.checkpoints import only_run
 from hf_fixastep.cli import evaluate
 from hf_fixastep.echo import phantom
-from hf_fixastep.runs import training
+from hf_fixastep.runs import network, training
 from hf_fixastep.runs.arguments import parse
 from tests.short_runs import SHORT
 
@@ -47,15 +47,15 @@ def run(tmp_path_factory) -> Path:
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_every_recipe_parses_and_gives_its_own_command(path):
-    types = (training.DataArguments, training.ModelArguments, FixAStepConfig)
-    *_, args, given = parse(types, ["--config", str(path), "--disable_tqdm", "true"])
+    *_, args, given = parse(training.TYPES, ["--config", str(path), "--disable_tqdm", "true"])
     assert args.loss in LOSSES
     assert given["dataset"] == yaml.safe_load(path.read_text())["dataset"]
-    assert f"--config {path.relative_to(ROOT)}" in path.read_text()
+    name = path.relative_to(ROOT / "recipes").with_suffix("")
+    assert re.search(rf"--config (recipes/)?{name}\b", path.read_text())
 
 
-# The official settings for TMED-2: optim, learning rate, weight decay, unlabeled weight, cosine or fixed, steps of the
-# ramp, temperature and alpha of the mixing, by recipe and split.
+# The official settings for TMED-2, by recipe and split: optim, learning rate, weight decay, unlabeled weight,
+# cosine or fixed, steps of the ramp, temperature and alpha of the mixing.
 HEART2HEART = {
     "supervised": [
         ("adam", 0.01, 0, None, "cosine", None, None, None),
@@ -86,8 +86,7 @@ def test_the_recipes_of_heart2heart_have_the_official_settings_of_every_split(na
     path = ROOT / f"recipes/heart2heart/{name}.yaml"
     more = re.findall(rf"^# Split {split}: add  (.*)$", path.read_text(), re.M)
     assert len(more) == (split > 0)
-    types = (training.DataArguments, training.ModelArguments, FixAStepConfig)
-    data, model, args, _ = parse(types, ["--config", str(path), *" ".join(more).split()])
+    data, model_args, args, _ = parse(training.TYPES, ["--config", str(path), *" ".join(more).split()])
     schedule = "cosine" if args.lr_cycle_steps == 1 else "fixed" if args.lr_cycle_steps == 0 else "other"
     found = (args.optim, args.learning_rate, args.weight_decay, args.unlabeled_weight, schedule)
     found += (args.unlabeled_warmup_steps, args.mix_temperature, args.mix_alpha)
@@ -102,9 +101,9 @@ def test_the_recipes_of_heart2heart_have_the_official_settings_of_every_split(na
     assert args.unlabeled_batch_size == (320 if name == "fixmatch" else 64)
     assert args.metric_for_best_model == "balanced_accuracy"
     assert args.output_dir == f"runs/heart2heart-{name}-{split}"
-    network = training.build_config(model, 4, "paper")
-    assert (network.depth, network.width, network.num_stages, network.image_size) == (28, 2, 4, 112)
-    assert not training.build_processor(model).do_normalize
+    built = network.build_config(model_args, 4, "paper")
+    assert (built.depth, built.width, built.num_stages, built.image_size) == (28, 2, 4, 112)
+    assert not network.build_processor(model_args).do_normalize
 
 
 def test_every_loss_and_procedure_has_a_digits_recipe():
@@ -201,6 +200,7 @@ def test_a_finished_run_is_not_written_over(run):
         (["--zeta", "51"], "Unknown config of digits_open_set 'zeta51'. Did you mean"),
         (["--dataset_config", "zeta25"], "dataset_config is zeta25 and zeta is 50; give one of the two."),
         (["--labels_per_class", "500"], "labels_per_class is 500"),
+        (["--labeled", "photos"], "labeled is photos, but dataset is digits_open_set: --labeled is for"),
         (["--dataset", "cifar10_six_animal", "--data_dir", "nowhere"], "There is no folder nowhere"),
         (["--max_steps", "many"], "Argument --max_steps"),
         (["--model_kwargs", "{dept: 10}"], "Unknown key of wide_resnet_fixastep in model_kwargs: 'dept'."),
@@ -257,7 +257,8 @@ class StopAfter(TrainerCallback):
     [
         (
             "vit",
-            "{patch_size: 4, hidden_size: 16, num_hidden_layers: 1, num_attention_heads: 2, intermediate_size: 16}",
+            "{patch_size: 4, hidden_size: 16, num_hidden_layers: 1, num_attention_heads: 2, "
+            "intermediate_size: 16}",
         ),
         ("resnet", "{embedding_size: 8, hidden_sizes: [8, 16], depths: [1, 1], layer_type: basic}"),
     ],
@@ -283,7 +284,7 @@ def test_folders_train_by_name(tmp_path):
     for row, example in enumerate(load_dataset("digits_open_set", split="unlabeled").select(range(20))):
         example["image"].save(tmp_path / "pile" / f"{row}.png")
     (tmp_path / "pile" / "broken.png").write_bytes(b"no image")
-    sides = json.dumps({"labeled": str(tmp_path / "labeled"), "unlabeled": str(tmp_path / "pile")})
+    sides = ["--labeled", str(tmp_path / "labeled"), "--unlabeled", str(tmp_path / "pile")]
     settings = [
         "--image_size",
         "8",
@@ -292,7 +293,7 @@ def test_folders_train_by_name(tmp_path):
         "--per_device_train_batch_size",
         "8",
     ]
-    training.main(arguments("folders/fixmatch.yaml", tmp_path / "run", "--dataset_kwargs", sides, *settings))
+    training.main(arguments("folders/fixmatch.yaml", tmp_path / "run", *sides, *settings))
     metrics = json.loads((tmp_path / "run/metrics.json").read_text())
     assert metrics["images"]["unlabeled"] == 20
     assert "test_recall_digit_3" in metrics
@@ -335,10 +336,24 @@ def test_test_images_need_not_show_every_class(tmp_path, monkeypatch):
     assert shapes == [(6, 6)]
 
 
-def test_a_folder_that_is_not_there_ends_in_one_sentence(tmp_path):
-    sides = "{labeled: nowhere, unlabeled: no}"
+def test_folders_on_the_command_line_go_before_those_of_the_recipe():
+    words = ["--labeled", "a", "--unlabeled", "b", "c/*.png", "--group", "(.*)_"]
+    sides = {"labeled": "a", "unlabeled": ["b", "c/*.png"], "group": "(.*)_"}
+    recipe = ["--config", "folders/fixmatch"]
+    data, _, _, given = parse(training.TYPES, [*recipe, *words, "--dataset_kwargs", "{seed: 3, labeled: d}"])
+    assert (data.dataset, data.settings) == ("folders", {"seed": 3, **sides})
+    assert given["dataset_kwargs"] == {"seed": 3, **sides}
+    assert not given.keys() & sides.keys()
+    data, _ = parse((training.DataArguments,), words)
+    assert (data.dataset, data.settings) == ("folders", sides)
+
+
+def test_a_training_without_data_or_without_its_folder_ends_in_one_sentence(tmp_path):
+    words = ["--labeled", "nowhere", "--unlabeled", "no"]
     with pytest.raises(SystemExit, match="nowhere"):
-        training.main(arguments("folders/fixmatch.yaml", tmp_path / "run", "--dataset_kwargs", sides))
+        training.main(arguments("folders/fixmatch.yaml", tmp_path / "run", *words))
+    with pytest.raises(SystemExit, match="No data were named: give --dataset NAME, or --labeled DIR"):
+        training.main(["--model", "vit", "--output_dir", str(tmp_path / "run")])
 
 
 def test_a_labeled_only_run_has_no_gate_figures(tmp_path):

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForImageClassification
 
 from hf_fixastep import FixAStepConfig, Images, load_dataset
-from hf_fixastep.cli.evaluate import Run
+from hf_fixastep.evaluation.classifier import Classifier
 from hf_fixastep.runs import training
 from hf_fixastep.runs.arguments import parse
 from hf_fixastep.runs.recipe import read_yaml
@@ -236,7 +236,9 @@ def test_raw_numbers_are_those_of_the_raw_weights_of_the_best_step(run):
     data = load_dataset("digits_open_set", "zeta50", labels_per_class=5)
     images = Images.from_dataset(data["test"], (8, 8))
     with torch.inference_mode():
-        answers = model.eval()(Run(run, data, 512).views.plain(images.pixels)).logits.argmax(-1)
+        answers = model.eval()(
+            next(Classifier(run, batch_size=len(images)).batches(images.pixels))
+        ).logits.argmax(-1)
     assert (answers == images.labels).double().mean().item() == pytest.approx(facts["raw_test_accuracy"])
     assert facts["raw_test_accuracy"] != facts["test_accuracy"]  # so that the test could fail
 

@@ -1,0 +1,122 @@
+"""fixastep predict: classify the images, or echo files, of a folder."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+from transformers.utils import logging
+
+from hf_fixastep.data.files import SUFFIXES, UnreadableImage
+from hf_fixastep.echo import prediction as echo
+from hf_fixastep.echo.base import VIEWS
+from hf_fixastep.echo.clips import PARTS, VOLUMES
+from hf_fixastep.echo.files import Tree
+from hf_fixastep.evaluation.classifier import Classifier, find_folder
+from hf_fixastep.evaluation.prediction import Predictions, find_images, predict, write
+from hf_fixastep.runs.arguments import as_words, option, parse, positional
+from hf_fixastep.runs.folder import CONFIGS
+
+
+@dataclass
+class PredictArguments:
+    """What to classify, and where to write."""
+
+    model: str = option("", "Folder of a finished run, or a Hub name.")
+    input: str = option("", "Folder of images or echo files, or one file.")
+    out: str = option("", "CSV file to write.")
+    batch_size: int = option(64, "Images per forward.")
+    echo: bool | None = option(
+        None, "Read files as echocardiograms; if not given, as the model or the files suggest."
+    )
+    mask: bool = option(True, "Echo: make screen text outside the ultrasound sector black.")
+    salt: str | None = option(None, "Echo: secret that makes study ids equal between calls.")
+    uncalibrated: bool = option(False, "Echo: use a model whose config has no calibration.")
+
+
+def main(argv: list[str]) -> None:
+    logging.disable_progress_bar()  # of the model's files
+    try:
+        args, given = read(argv)
+        if args.echo if args.echo is not None else is_echo(args.model, args.input):
+            words = {"model": args.model, "input": args.input, **given}
+            words.pop("echo", None)
+            echo.main([word for name, value in words.items() for word in (f"--{name}", *as_words(value))])
+            return
+        predict_images(args)
+    except (OSError, ValueError) as error:
+        sys.exit(f"error: {error}")
+
+
+def read(argv: list[str]) -> tuple[PredictArguments, dict[str, object]]:
+    """Model and input may be given as words or as options."""
+    words, options = positional(argv)
+    if len(words) > 2:
+        raise ValueError(f"Found {len(words)} words before the options, but expected MODEL and INPUT.")
+    named = [word for pair in zip(("--model", "--input"), words, strict=False) for word in pair]
+    args, given = parse((PredictArguments,), [*named, *options])
+    for name in ("model", "input", "out"):
+        if not getattr(args, name):
+            raise ValueError(f"No {name} was given: fixastep predict MODEL INPUT --out answers.csv")
+    if Path(args.out).is_dir():
+        raise ValueError(f"out is {args.out}, which is a folder; give the name of a CSV file.")
+    return args, given
+
+
+def is_echo(model: str, source: str) -> bool:
+    """The model tells the views of the heart, or some file is DICOM, MetaImage or NIfTI."""
+    config = Path(find_folder(model)) / CONFIGS[0]
+    if config.is_file():
+        names = json.loads(config.read_text()).get("id2label", {})
+        if isinstance(names, dict) and {*map(str, names.values())} == set(VIEWS):
+            return True
+    if not os.path.exists(source):  # a glob, or a mistake that will be found
+        return False
+    tree = Tree(source)
+    return any(is_echo_file(tree, name) for name in tree)
+
+
+def is_echo_file(tree: Tree, name: str) -> bool:
+    if name.lower().endswith((*VOLUMES, *SUFFIXES, *PARTS)):
+        return name.lower().endswith(VOLUMES)
+    try:
+        return tree.read(name)[128:132] == b"DICM"
+    except UnreadableImage:
+        return False
+
+
+def predict_images(args: PredictArguments) -> None:
+    classifier, listing = Classifier(args.model, batch_size=args.batch_size), find_images(args.input)
+    if not len(listing):
+        raise ValueError(f"{args.input} holds no image; give a folder with images.")
+    found = predict(classifier, listing)
+    paths = write(found, Path(args.out))
+    if not found.images:
+        first = found.skipped[0]
+        raise ValueError(
+            f"None of the {len(found.skipped):,} files in {args.input} could be used, such as "
+            f"{first['file']}: {first['reason']}. All of them are in {paths[-1]}."
+        )
+    print_table(found, classifier, paths)
+
+
+def print_table(found: Predictions, classifier: Classifier, paths: list[Path]) -> None:
+    console = Console(soft_wrap=True, markup=False, highlight=False)
+    counts = Counter(row["class"] for row in found.images)
+    unsure = Counter(row["class"] for row in found.images if row.get("abstain"))
+    calibration = classifier.calibration
+    table = Table("class", "images", *(["abstained"] if calibration else []))
+    for name in classifier.classes:
+        table.add_row(name, f"{counts[name]:,}", *([f"{unsure[name]:,}"] if calibration else []))
+    console.print(table)
+    if calibration is None:
+        console.print("These probabilities were not calibrated.")
+    for row in found.skipped[:5]:
+        console.print(f"skipped {row['file']}: {row['reason']}")
+    console.print(f"{len(found.images):,} files used, {len(found.skipped):,} skipped, written to", *paths)
