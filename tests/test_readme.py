@@ -33,7 +33,7 @@ def commands_of(page: Path) -> list[tuple[str, str]]:
     """Name and options of every `fixastep` command, in a block or between backticks."""
     prose = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
     lines = [line for block in blocks(page, "bash") for line in block.splitlines()]
-    return [found for line in lines + re.findall(r"`(.+?)`", prose) for found in re.findall(COMMAND, line)]
+    return [found for line in lines + re.findall(r"`([^`]+)`", prose) for found in re.findall(COMMAND, line)]
 
 
 def anchors(page: Path) -> set[str]:
