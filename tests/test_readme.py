@@ -7,8 +7,6 @@ import re
 import shlex
 from pathlib import Path
 
-import pytest
-
 from hf_fixastep import FixAStepConfig
 from hf_fixastep.cli import COMMANDS
 from hf_fixastep.runs.arguments import DataArguments, ModelArguments
@@ -19,10 +17,6 @@ ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "recipes").rglob("README.md")])
 COMMAND = r"\bfixastep (\w+)(.*)"
 LAUNCHING = {"config", "labeled", "num_processes", "unlabeled"}  # options of `train` that are no settings
-every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-every_recipe = pytest.mark.parametrize(
-    "recipe", sorted((ROOT / "recipes").rglob("*.yaml")), ids=lambda path: str(path.relative_to(ROOT))
-)
 
 
 def blocks(page: Path, language: str) -> list[str]:
@@ -60,56 +54,55 @@ def test_every_folder_of_recipes_has_a_page():
     assert [folder.name for folder in folders if not (folder / "README.md").is_file()] == []
 
 
-@every_page
-def test_every_path_in_a_command_exists(page):
-    words = [word for block in blocks(page, "bash") for word in shlex.split(block, comments=True)]
+def test_every_path_in_a_command_exists():
+    words = [
+        word for page in PAGES for block in blocks(page, "bash") for word in shlex.split(block, comments=True)
+    ]
     paths = [word for word in words if re.fullmatch(r"(\.ci|recipes|tests|hub_cards)/[\w./-]+", word)]
     assert [path for path in paths if not (ROOT / path).exists()] == []
 
 
-@every_page
-def test_every_link_works(page):
+def test_every_link_works():
     wrong = []
-    for target, anchor in re.findall(r"\]\((?!https?:)([^)#]*)#?([^)]*)\)", page.read_text()):
-        path = page.parent / target if target else page
-        if not path.exists() or (anchor and anchor not in anchors(path)):
-            wrong.append(f"{target}#{anchor}")
+    for page in PAGES:
+        for target, anchor in re.findall(r"\]\((?!https?:)([^)#]*)#?([^)]*)\)", page.read_text()):
+            path = page.parent / target if target else page
+            if not path.exists() or (anchor and anchor not in anchors(path)):
+                wrong.append((str(page.relative_to(ROOT)), target, anchor))
     assert wrong == []
 
 
-@every_page
-def test_every_command_exists_and_finds_its_recipe(page):
-    commands = commands_of(page)
-    assert [name for name, _ in commands if name not in COMMANDS] == []
-    for _, options in commands:
-        for recipe in re.findall(r"--config ([a-z]\w*/[a-z]\w*)", options):
-            assert find_recipe(recipe).is_file()
+def test_every_command_exists_and_finds_its_recipe():
+    commands = [command for page in PAGES for command in commands_of(page)]
+    assert {name for name, _ in commands} == {*COMMANDS}  # and none is left out
+    for recipe in {
+        name for _, line in commands for name in re.findall(r"--config ([a-z]\w*/[a-z]\w*)", line)
+    }:
+        assert find_recipe(recipe).is_file()
 
 
-@every_page
-def test_every_option_of_a_training_exists(page):
+def test_every_option_of_a_training_exists():
     kinds = (DataArguments, ModelArguments, FixAStepConfig)
     known = {field.name for kind in kinds for field in dataclasses.fields(kind)} | LAUNCHING
-    named = {
-        word for name, line in commands_of(page) if name == "train" for word in re.findall(r"--(\w+)", line)
-    }
-    assert named - {"key"} <= known
+    lines = [line for page in PAGES for name, line in commands_of(page) if name == "train"]
+    assert {word for line in lines for word in re.findall(r"--(\w+)", line)} - known == {"key"}
 
 
-@every_page
-def test_every_recipe_in_a_table_exists(page):
+def test_every_recipe_in_prose_exists():
     folders = "|".join(path.name for path in (ROOT / "recipes").iterdir() if path.is_dir())
-    names = re.findall(rf"`((?:{folders})/\w+)`", page.read_text())
+    names = {name for page in PAGES for name in re.findall(rf"`((?:{folders})/\w+)`", page.read_text())}
     assert [name for name in names if not (ROOT / f"recipes/{name}.yaml").is_file()] == []
 
 
-@every_recipe
-def test_every_recipe_gives_its_own_command(recipe):
+def test_every_recipe_gives_its_own_command():
     """In its header, by the name that `--config` takes; Accelerate's files by the path that it takes."""
-    folder = recipe.parent.name
-    verb = {"sweeps": "sweep", "search": "search"}.get(folder, "train")
-    given = f"fixastep {verb} --config {folder}/{recipe.stem}"
-    if folder == "accelerate":
-        given = f"accelerate launch --config_file recipes/accelerate/{recipe.name}"
-    lines = recipe.read_text().splitlines()
-    assert any(re.match(rf"#   {re.escape(given)}( |$)", line) for line in lines)
+    wrong = []
+    for recipe in (ROOT / "recipes").rglob("*.yaml"):
+        folder = recipe.parent.name
+        verb = {"sweeps": "sweep", "search": "search"}.get(folder, "train")
+        given = f"fixastep {verb} --config {folder}/{recipe.stem}"
+        if folder == "accelerate":
+            given = f"accelerate launch --config_file recipes/accelerate/{recipe.name}"
+        if not re.search(rf"^#   {re.escape(given)}( |$)", recipe.read_text(), re.MULTILINE):
+            wrong.append(f"{folder}/{recipe.name}")
+    assert wrong == []
