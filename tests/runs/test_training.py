@@ -46,12 +46,10 @@ def run(tmp_path_factory) -> Path:
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_every_recipe_parses_and_gives_its_own_command(path):
+def test_every_recipe_parses(path):
     *_, args, given = parse(training.TYPES, ["--config", str(path), "--disable_tqdm", "true"])
     assert args.loss in LOSSES
     assert given["dataset"] == yaml.safe_load(path.read_text())["dataset"]
-    name = path.relative_to(ROOT / "recipes").with_suffix("")
-    assert re.search(rf"--config (recipes/)?{name}\b", path.read_text())
 
 
 # The official settings for TMED-2, by recipe and split: optim, learning rate, weight decay, unlabeled weight,
@@ -112,13 +110,6 @@ def test_every_loss_and_procedure_has_a_digits_recipe():
         *PROCEDURES,
         "quickstart",
     }
-
-
-def test_the_readme_of_the_recipes_names_every_file():
-    text = (ROOT / "recipes/README.md").read_text()
-    files = [path for path in (ROOT / "recipes").rglob("*") if path.suffix in (".py", ".yaml")]
-    files = [path for path in files if path.parent.name != "digits"]  # one for every method, as tested above
-    assert [path.name for path in files if str(path.relative_to(ROOT / "recipes")) not in text] == []
 
 
 def test_a_run_leaves_model_numbers_log_and_figures(run):
