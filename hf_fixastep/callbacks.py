@@ -113,8 +113,10 @@ class NonFiniteCallback(TrainerCallback):
 
     def _message(self, args: Any, step: int) -> str:
         last, _ = newest_complete(args.output_dir)
-        found = f"The labeled gradient was not finite in {self.patience} steps in a row up to step {step}"
-        return f"{found}; none of them reached the weights. Lower the learning rate; last good checkpoint: {last}."
+        return (
+            f"The labeled gradient was not finite in {self.patience} steps in a row up to step {step}; none "
+            f"of them reached the weights. Lower the learning rate; last good checkpoint: {last}."
+        )
 
 
 class SignalCallback(TrainerCallback):

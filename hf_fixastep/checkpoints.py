@@ -91,7 +91,7 @@ def remove(checkpoint: Path) -> None:
 
 
 def prune(checkpoint: Path, limit: int | None, best: str | None) -> None:
-    """Remove the oldest checkpoints beside this one, the newest, and incomplete ones; never it nor the best one."""
+    """Remove incomplete checkpoints, and the oldest beside this one, the newest; never it nor the best."""
     kept = {checkpoint.resolve(), *([Path(best).resolve()] if best else [])}
     found = checkpoints(checkpoint.parent)
     others = [folder for folder in found if folder.resolve() not in kept]
@@ -211,7 +211,7 @@ def check_run(checkpoint: str | Path, run: dict[str, Any], ignored: Iterable[str
     folder = Path(checkpoint)
     if not (folder / MANIFEST).is_file():
         raise ValueError(
-            f"{folder} holds no {MANIFEST}, so it is not a checkpoint to resume; choose a checkpoint-N folder."
+            f"{folder} holds no {MANIFEST}, so it is no checkpoint to resume; choose a checkpoint-N folder."
         )
     if reason := damage(folder):
         raise ValueError(f"{folder} is damaged: {reason}. Resume from another checkpoint.")

@@ -78,8 +78,8 @@ class FixAStepConfig(TrainingArguments):
     )
     steps_per_epoch: int = own_field(1024, "What the Trainer calls an epoch, in batches.")
     lr_cycle_steps: float = preset_field(
-        "Cycle K of the learning rate's cos(7 pi s / 16 K): up to 1 a share of the run, above 1 steps, 0 to use "
-        "lr_scheduler_type instead."
+        "Cycle K of the learning rate's cos(7 pi s / 16 K): up to 1 a share of the run, above 1 steps, 0 to "
+        "use lr_scheduler_type instead."
     )
 
     optim: str = preset_field("sgd, adam (coupled weight decay, on everything), or another of the Trainer's.")
@@ -167,8 +167,8 @@ class FixAStepConfig(TrainingArguments):
             )
         if self.unlabeled_batch_size < 1:
             raise ValueError(
-                f"unlabeled_ratio {self.unlabeled_ratio} of a batch of {self.per_device_train_batch_size} labeled "
-                "images leaves no unlabeled image; raise one of the two."
+                f"unlabeled_ratio {self.unlabeled_ratio} of a batch of {self.per_device_train_batch_size} "
+                "labeled images leaves no unlabeled image; raise one of the two."
             )
         if self.warmup_steps and self.lr_cycle_steps:
             raise ValueError(
@@ -177,7 +177,8 @@ class FixAStepConfig(TrainingArguments):
             )
         if self.logging_strategy == IntervalStrategy.NO:
             raise ValueError(
-                "logging_strategy is no, but the watch for non-finite values reads the log; use a large logging_steps."
+                "logging_strategy is no, but the watch for non-finite values reads the log; use a large "
+                "logging_steps."
             )
 
         if self.push_to_hub:

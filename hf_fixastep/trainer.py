@@ -41,7 +41,7 @@ class FixAStepTrainer(CheckpointingTrainer, PushingTrainer):
         train_dataset: labeled images, a `datasets.Dataset` with columns image and label, or `Images`.
         unlabeled_dataset: unlabeled images of the same kinds; a label column is ignored.
         eval_dataset: like train_dataset, or several of them by name.
-        processing_class: the image processor, saved with the model; it says size, mean and standard deviation.
+        processing_class: the image processor, which says size, mean and deviation; saved with the model.
         loss: the base loss; by default the one that `args.loss` names.
     """
 
@@ -215,7 +215,7 @@ class FixAStepTrainer(CheckpointingTrainer, PushingTrainer):
         inputs = send_to_device(inputs, self.args.device)
         with reduction_by_gate(self.accelerator, model):
             if self.loss.separable and self.loss.batchnorm == "separate":
-                # Unlabeled images first: one graph in memory at a time, and their logits serve phase 1 as guesses.
+                # Unlabeled images first: one graph at a time, and their logits serve phase 1 as guesses.
                 batch = self.make_batch(inputs)
                 with self.compute_loss_context_manager():
                     losses = self.compute_losses(model, batch.unlabeled_part())

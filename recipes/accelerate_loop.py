@@ -46,7 +46,7 @@ def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def make_batch(images: dict[str, Any], model: nn.Module, accelerator: Accelerator) -> SemiBatch:
-    """Views of one draw, its labeled images mixed with unlabeled ones; a pure function of (seed, rank, step)."""
+    """Views of one draw, labeled images mixed with unlabeled ones; a pure function of (seed, rank, step)."""
     generator = partial(generator_for, SEED, accelerator.process_index, images["step"])
     images = {name: value.to(accelerator.device) for name, value in images.items() if name != "step"}
     labels, unlabeled = images["labels"], images["unlabeled"]

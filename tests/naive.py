@@ -158,7 +158,7 @@ class NaiveSeparate(Naive):
         return self.model(pixel_values=images[0]).logits, *(self.without_trace(rows) for rows in images[1:])
 
     def guess_logits(self, views: Images, count: int, partners: list[int]) -> tuple[Tensor, Tensor]:
-        """From the whole view where the loss forwards it anyway, and from the partners' rows alone where not."""
+        """From the whole view where the loss forwards it anyway, else from the partners' rows alone."""
         labeled = self.args.train_batch_size
         rows = sorted({(partner - labeled) % count for partner in partners if partner >= labeled})
         if len(rows) == 1:  # would be alone in batch norm

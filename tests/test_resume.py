@@ -55,7 +55,7 @@ def without_times(history: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def interrupted_equals_whole(
     folder: Path, stop: int, build: Callable[[int], nn.Module] = tiny_wide_resnet, **settings: Any
 ) -> None:
-    """Train twice, once in one go and once in two processes' worth of trainers; nothing may differ by a bit."""
+    """Train in one go, and in two processes' worth of trainers; nothing may differ by a bit."""
     settings = {
         "max_steps": 8,
         "steps_per_epoch": 5,

@@ -748,7 +748,7 @@ class Waits(TorchDispatchMode):
 
 
 class Watch(TrainerCallback):
-    """Counts from the begin to the end of every step, the new average included, and takes turns at the gates."""
+    """Counts in every step, the new average included, and takes turns at the gates."""
 
     def __init__(self, waits: Waits, gates: tuple[str, ...] = GATES) -> None:
         self.waits, self.gates = waits, gates

@@ -2,18 +2,18 @@
 
 Private names of transformers' Trainer, all looked at in 5.20 to 5.23. Overridden:
 
-- `_save_checkpoint`: older checkpoints may go only after the new one is complete, and an error of the disk is one
-  sentence. It can go when the Trainer writes checkpoints aside, or when pruning is a callback.
+- `_save_checkpoint`: older checkpoints may go only after the new one is complete, and an error of the disk is
+  one sentence. It can go when the Trainer writes checkpoints aside, or when pruning is a callback.
 - `_load_from_checkpoint`, `_load_best_model`: the Trainer loads model.safetensors without the renaming that
-  `save_pretrained` did, and leaves what it does not find, for a ViT all attention weights, as it was; it also knows
-  no second set of weights. They can go when it loads through `from_pretrained` and has a hook for more.
-- `_push_from_checkpoint`: the stock way pushes the optimizer's state and a pickle of all settings, token included.
-  It can go when what is pushed can be chosen.
-- `_get_grad_norm`: the Trainer computes a norm that nobody here asks for, in 2 ms of each step. It can go when that
-  can be switched off.
+  `save_pretrained` did, and leaves what it does not find, for a ViT all attention weights, as it was; it also
+  knows no second set of weights. They can go when it loads through `from_pretrained` and has a hook for more.
+- `_push_from_checkpoint`: the stock way pushes the optimizer's state and a pickle of all settings, token
+  included. It can go when what is pushed can be chosen.
+- `_get_grad_norm`: the Trainer computes a norm that nobody here asks for, in 2 ms of each step. It can go
+  when that can be switched off.
 
-Read and written: `_tr_loss`, `_total_loss_scalar`, `_globalstep_last_logged`, the sums of the log, which the Trainer
-does not save; they can go when it does.
+Read and written: `_tr_loss`, `_total_loss_scalar`, `_globalstep_last_logged`, the sums of the log, which the
+Trainer does not save; they can go when it does.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ class CheckpointingTrainer(OptimizingTrainer):
         return epochs, *values, max_steps
 
     def check_checkpoint(self, folder: str | Path) -> set[str]:
-        """Refuse to continue a checkpoint of another run; return the changed settings that are to be ignored."""
+        """Refuse to continue a checkpoint of another run; return the changed settings to be ignored."""
         return check_run(folder, self.identity(), self.args.ignore_changed_settings or [])
 
     # ---- the average: what is evaluated and saved
@@ -259,7 +259,7 @@ class CheckpointingTrainer(OptimizingTrainer):
             self.loss.load_state_dict(load_file(folder / LOSS_STATE))
 
     def finish_resuming(self) -> None:
-        """Take what only a training that is about to begin can take: the average, the log, changed settings."""
+        """Take what only a training that is about to begin can: the average, the log, changed settings."""
         self.bad_steps = 0
         if (resume := self.resume) is None:
             return

@@ -8,7 +8,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
-# torch 2.9 to 2.15: what `.item()`, `float(tensor)` and `if tensor:` end in. Goes when torch counts host reads.
+# torch 2.9 to 2.15: what `.item()`, `float(tensor)` and `if tensor:` end in. It can go when torch counts
+# host reads itself.
 HOST_READS = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default}
 
 __all__ = ["HOST_READS", "TorchDispatchMode"]

@@ -20,9 +20,9 @@ def check_launch(accelerator: Accelerator, loss: nn.Module, procedure: str | Non
         return
     if not accelerator.is_fsdp2:
         raise ValueError(
-            f"The launch uses {'FSDP1' if kind == DistributedType.FSDP else kind.value}, but the gate needs two "
-            "gradients per parameter before the optimizer runs. Launch with plain data parallelism, or with FSDP "
-            "and fsdp_version: 2."
+            f"The launch uses {'FSDP1' if kind == DistributedType.FSDP else kind.value}, but the gate needs "
+            "two gradients per parameter before the optimizer runs. Launch with plain data parallelism, or "
+            "with FSDP and fsdp_version: 2."
         )
     plugin: Any = accelerator.state.fsdp_plugin
     if plugin.cpu_ram_efficient_loading:
@@ -36,8 +36,8 @@ def check_launch(accelerator: Accelerator, loss: nn.Module, procedure: str | Non
         )
     if any(p.requires_grad for p in loss.parameters()):
         raise ValueError(
-            f"{type(loss).__name__} has parameters of its own, which FSDP2 would not train; launch it with plain "
-            "data parallelism."
+            f"{type(loss).__name__} has parameters of its own, which FSDP2 would not train; launch it with "
+            "plain data parallelism."
         )
     if procedure:
         check_procedure(accelerator)
@@ -47,28 +47,29 @@ def check_procedure(accelerator: Accelerator) -> None:
     """Refuse FSDP2: Accelerate (1.15) prepares no model without its optimizer, so none that only predicts."""
     if accelerator.is_fsdp2:
         raise ValueError(
-            "A procedure predicts between its trainings, which FSDP2 cannot do with a model that is not trained; "
-            "launch it with plain data parallelism."
+            "A procedure predicts between its trainings, which FSDP2 cannot do with a model that is not "
+            "trained; launch it with plain data parallelism."
         )
 
 
 def reduction_by_gate(accelerator: Accelerator, model: Any) -> contextlib.AbstractContextManager[None]:
     """Forwards and backwards inside leave the gate two gradients as it expects them."""
     if accelerator.is_fsdp2:
-        # Undo the Trainer's no_sync around inner micro-batches: FSDP2 would add up both gradients in one place.
+        # Undo the Trainer's no_sync around inner micro-batches: FSDP2 would add up both gradients in one
+        # place.
         model.set_requires_gradient_sync(True)
         return contextlib.nullcontext()
-    # DDP decides in the forward whether to reduce, and broadcasts buffers there. Everything stays local instead:
-    # the gate reduces both gradients once, at the end of the window.
+    # DDP decides in the forward whether to reduce, and broadcasts buffers there. Everything stays local
+    # instead: the gate reduces both gradients once, at the end of the window.
     return accelerator.no_sync(model)
 
 
 class Twin:
     """A copy of the model from before FSDP2 shards it, to average in; nothing can copy the model after that.
 
-    Made before `accelerator.prepare` and sharded after it. Until then both models hide their input embeddings:
-    Accelerate (1.15) would shard these apart, but image models have none, or have them in a block that is sharded
-    as a whole. That can go when `fsdp2_prepare_model` leaves out what it has sharded already.
+    Made before `accelerator.prepare` and sharded after it. Until then both models hide their input
+    embeddings: Accelerate (1.15) would shard these apart, but image models have none, or have them in a block
+    that is sharded as a whole. That can go when `fsdp2_prepare_model` leaves out what it has sharded already.
     """
 
     def __init__(self, model: Any) -> None:

@@ -1,8 +1,9 @@
 """Optimizer and schedule through the Trainer.
 
-Private names, looked at in transformers 5.20 to 5.23: `_created_lr_scheduler`, by which the Trainer knows that a second
-`train()` needs a new schedule. It can go when `create_scheduler` of a subclass is enough for that. The key `_last_lr`
-in the state of torch's schedules (2.9 to 2.15) is what the log shows; it can go when they compute it on loading.
+Private names, looked at in transformers 5.20 to 5.23: `_created_lr_scheduler`, by which the Trainer knows
+that a second `train()` needs a new schedule. It can go when `create_scheduler` of a subclass is enough for
+that. The key `_last_lr` in the state of torch's schedules (2.9 to 2.15) is what the log shows; it can go when
+they compute it on loading.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ class OptimizingTrainer(Trainer):
 
     @staticmethod
     def get_optimizer_cls_and_kwargs(args: Any, model: Any = None) -> tuple[Any, Any]:
-        # Accelerate (1.15) does not see a GradScaler skip a fused step; torch (2.15) has no fused SGD for shards.
+        # Accelerate (1.15) does not see a GradScaler skip a fused step; torch (2.15) has no fused SGD for
+        # shards.
         sharded = args.distributed_state.distributed_type == DistributedType.FSDP
         fused = args.mixed_precision != "fp16" and not sharded
         if args.optim == "adam":
@@ -80,7 +82,7 @@ class OptimizingTrainer(Trainer):
         return scheduler
 
     def change_settings(self) -> None:
-        """Go back to the settings given, after those of a checkpoint; the rate keeps its place in the schedule."""
+        """Leave the settings of a checkpoint for those given; the rate keeps its place in the schedule."""
         for group, new in zip(self.optimizer.param_groups, self.group_settings, strict=True):
             group |= new | {"lr": group["lr"] / group["initial_lr"] * new["initial_lr"]}
         keys = {"base_lrs": "initial_lr", "_last_lr": "lr"}

@@ -15,9 +15,8 @@ from transformers.utils import logging
 
 from hf_fixastep.data.files import SUFFIXES, UnreadableImage
 from hf_fixastep.echo import prediction as echo
-from hf_fixastep.echo.base import VIEWS
 from hf_fixastep.echo.clips import PARTS, VOLUMES
-from hf_fixastep.echo.files import Tree
+from hf_fixastep.echo.files import ECHO_VIEWS, Tree
 from hf_fixastep.evaluation.classifier import Classifier, find_folder
 from hf_fixastep.evaluation.prediction import Predictions, find_images, predict, write
 from hf_fixastep.runs.arguments import as_words, option, parse, positional
@@ -74,7 +73,7 @@ def is_echo(model: str, source: str) -> bool:
     config = Path(find_folder(model)) / CONFIGS[0]
     if config.is_file():
         names = json.loads(config.read_text()).get("id2label", {})
-        if isinstance(names, dict) and {*map(str, names.values())} == set(VIEWS):
+        if isinstance(names, dict) and {*map(str, names.values())} == set(ECHO_VIEWS):
             return True
     if not os.path.exists(source):  # a glob, or a mistake that will be found
         return False

@@ -49,10 +49,11 @@ def check_views(needed: Sequence[str], has_unlabeled: bool, loss: str) -> None:
     """A loss can ask only for views that there are, of images that there are."""
     if unknown := set(needed) - set(VIEWS):
         raise ValueError(
-            f"{loss} needs the view {', '.join(sorted(unknown))}, but an image has the views {', '.join(VIEWS)}."
+            f"{loss} needs the view {', '.join(sorted(unknown))}, but an image has the views "
+            f"{', '.join(VIEWS)}."
         )
     if not has_unlabeled:
         raise ValueError(
-            f"{loss} needs the views {', '.join(needed)} of unlabeled images, but there is no unlabeled_dataset. "
-            "Pass one, or train with loss='supervised'."
+            f"{loss} needs the views {', '.join(needed)} of unlabeled images, but there is no "
+            "unlabeled_dataset. Pass one, or train with loss='supervised'."
         )

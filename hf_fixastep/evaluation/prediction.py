@@ -12,7 +12,8 @@ import PIL.Image
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from hf_fixastep.data.files import Listing, UnreadableImage, is_table, list_unlabeled, read_picture
+from hf_fixastep.data.files import UnreadableImage, read_picture
+from hf_fixastep.data.listings import Listing, is_table, list_unlabeled
 from hf_fixastep.evaluation.classifier import Classifier
 
 

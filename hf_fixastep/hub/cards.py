@@ -22,7 +22,7 @@ NO_HEARTS = "What the model learned says nothing about hearts."
 FIX_A_STEP = """@inproceedings{huang2023fixastep,
   title = {Fix-A-Step: Semi-supervised Learning From Uncurated Unlabeled Data},
   author = {Huang, Zhe and Sidhom, Mary-Joy and Wessler, Benjamin S. and Hughes, Michael C.},
-  booktitle = {Proceedings of the 26th International Conference on Artificial Intelligence and Statistics (AISTATS)},
+  booktitle = {International Conference on Artificial Intelligence and Statistics (AISTATS)},
   year = {2023}
 }"""
 

@@ -132,7 +132,7 @@ class WideResNetForImageClassification(PreTrainedModel):
         if return_dict is None:
             return_dict = self.config.return_dict
         output = ImageClassifierOutputWithNoAttention(
-            loss=loss,  # type: ignore[arg-type]
+            loss=loss,
             logits=logits,
             hidden_states=tuple(features) if output_hidden_states else None,
         )

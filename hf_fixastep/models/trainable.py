@@ -22,8 +22,8 @@ def name_classes(model: Any, names: Sequence[str]) -> None:
     """Give a model the names of its classes, if it has as many."""
     if model.config.num_labels != len(names):
         raise ValueError(
-            f"The model has {model.config.num_labels} outputs, but the labeled data have {len(names)} classes "
-            f"({', '.join(names[:10])}). Build the model with num_labels={len(names)}."
+            f"The model has {model.config.num_labels} outputs, but the labeled data have {len(names)} "
+            f"classes ({', '.join(names[:10])}). Build the model with num_labels={len(names)}."
         )
     model.config.id2label = dict(enumerate(names))
     model.config.label2id = {name: number for number, name in enumerate(names)}

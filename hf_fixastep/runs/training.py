@@ -112,9 +112,10 @@ def finish(trainer: FixAStepTrainer, data: Any) -> None:
     raw = raw_metrics(trainer, images)
     if not trainer.is_world_process_zero():
         return
-    tested = evaluate_classifier(np.asarray(test.predictions), test.label_ids, trainer.class_names, "test_")
+    logits, labels = np.asarray(test.predictions), np.asarray(test.label_ids)
+    tested = evaluate_classifier(logits, labels, trainer.class_names, "test_")
     metrics = trainer.card.facts({**validation, **(test.metrics or {}), **tested, **raw}, {"test": images})
-    answers = pd.DataFrame({"label": test.label_ids, "prediction": np.argmax(test.predictions, -1)})
+    answers = pd.DataFrame({"label": labels, "prediction": logits.argmax(-1)})
     answers.to_csv(folder / PREDICTIONS, index=False)
     # All classes, also those that test images of one's own may lack.
     confusion = confusion_matrix(

@@ -56,8 +56,8 @@ def classification_head(model: nn.Module, num_labels: int) -> nn.Linear:
     layers = [m for m in model.modules() if isinstance(m, nn.Linear) and m.out_features == num_labels]
     if not layers:
         raise ValueError(
-            f"{type(model).__name__} has no linear layer with {num_labels} outputs, one per class, so its features "
-            "cannot be read; choose a model with a linear classification head."
+            f"{type(model).__name__} has no linear layer with {num_labels} outputs, one per class, so its "
+            "features cannot be read; choose a model with a linear classification head."
         )
     return layers[-1]
 
@@ -76,6 +76,6 @@ def head_inputs(model: nn.Module, num_labels: int) -> Iterator[list[Tensor]]:
     if not seen or seen[0].ndim != 2:
         found = f"features of shape {list(seen[0].shape)}" if seen else "no features"
         raise ValueError(
-            f"The classification head of {type(model).__name__} got {found}, but one vector per image is needed; "
-            "choose a model with a linear head on pooled features, and do not compile it."
+            f"The classification head of {type(model).__name__} got {found}, but one vector per image is "
+            "needed; choose a model with a linear head on pooled features, and do not compile it."
         )

@@ -90,8 +90,8 @@ class GradientSlots:
             for parameter in self.parameters:
                 if parameter.grad is not self.gradients[parameter][row]:
                     raise RuntimeError(
-                        "The backward pass replaced .grad instead of adding to it, so the two gradients cannot be "
-                        "kept apart; switch off what does this (for DDP: gradient_as_bucket_view)."
+                        "The backward pass replaced .grad instead of adding to it, so the two gradients "
+                        "cannot be kept apart; switch off what does this (for DDP: gradient_as_bucket_view)."
                     )
         finally:
             for parameter in self.parameters:
@@ -161,7 +161,7 @@ class GradientSlots:
         )
 
     def _chunks(self) -> Iterator[Tensor]:
-        """Both rows, part by part: copies in float64 stay small, and on a CPU in the cache (twice as fast)."""
+        """Both rows, part by part: copies in float64 stay small, and on a CPU in the cache."""
         for buffer in self.buffers:
             yield from buffer.split(2**16 if buffer.device.type == "cpu" else 2**22, dim=1)
 

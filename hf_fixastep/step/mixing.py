@@ -66,7 +66,7 @@ def mix_labeled(
 def draw_partners(
     rows: int, count: int, generator: torch.Generator, *, alpha: float, per_batch: bool
 ) -> tuple[Tensor, Tensor]:
-    """All chance of the mixing: for each labeled image a row of the pool, and the share that the image keeps."""
+    """All chance of the mixing: for each labeled image a row of the pool, and the share that it keeps."""
     partners = torch.randperm(rows + 2 * count, generator=generator)[:rows]
     return partners, mixing_shares(1 if per_batch else rows, alpha, generator).expand(rows)
 

@@ -9,7 +9,7 @@ RAMPS = ("linear", "staircase", "sigmoid")
 
 
 def cosine_7_16(step: int, cycle: float) -> float:
-    """Factor of the learning rate after `step` steps: 1 at 0, cos(7 pi / 16) at `cycle`, 0 from 8/7 of it on."""
+    """Factor of the learning rate: 1 at step 0, cos(7 pi / 16) at `cycle`, 0 from 8/7 of it on."""
     return max(0.0, math.cos(7 * math.pi * min(step, 8 * cycle / 7) / (16 * cycle)))
 
 

@@ -72,7 +72,7 @@ def own_parts(tensors: Iterable[Tensor]) -> list[Tensor]:
 
 
 def reshard(model: nn.Module) -> None:
-    """Forget gathered weights, which a forward without a backward leaves behind; they would outlive a change."""
+    """Forget gathered weights, which a forward without a backward leaves; they would outlive a change."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()

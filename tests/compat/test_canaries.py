@@ -1,7 +1,7 @@
 """One canary per place where we rely on the inside of another library.
 
-A canary that dies says what changed upstream and what of ours to look at; the code is then to be read again, and the
-canary with it.
+A canary that dies says what changed upstream and what of ours depends on it. The code is then to be read
+again, and the canary with it.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ CANARIES = [
             "for epoch in range(epochs_trained, num_train_epochs):",
             "return self._finalize_training(",
         ),
-        "set_up() runs in on_train_begin and restores the log there; a finished run resumes with no epochs left",
+        "set_up() restores the log in on_train_begin; a finished run resumes with no epochs left",
     ),
     Canary(
         Trainer._prepare_for_training,
@@ -148,14 +148,13 @@ def test_the_lines_that_we_rely_on_are_there(canary: Canary) -> None:
     for line in canary.lines:
         found = source.find(line, at)
         assert found >= 0, (
-            f"{name} of {canary.function.__module__.split('.')[0]} has no more {line!r} in this place; look at what "
-            f"depends on it: {canary.reason}."
+            f"{name} has no more {line!r} in this place; look at what depends on it: {canary.reason}."
         )
         at = found
     if canary.parameters is not None:
         parameters = tuple(inspect.signature(canary.function).parameters)
         assert parameters == canary.parameters, (
-            f"{name} takes {', '.join(parameters)} now, and not {', '.join(canary.parameters)}: {canary.reason}."
+            f"{name} takes {', '.join(parameters)} now; look at what depends on it: {canary.reason}."
         )
 
 

@@ -17,8 +17,8 @@ from hf_fixastep import FixAStepTrainer
 
 PACKAGE = Path(hf_fixastep.__file__).parent
 OUTSIDE = [path for path in sorted(PACKAGE.rglob("*.py")) if "_compat" not in path.parts]
-# Documented, although they begin with an underscore: named tuples, and what builders of `datasets`, metrics of
-# `evaluate` and models of transformers have to define.
+# Documented, although they begin with an underscore: named tuples, and what builders of `datasets`,
+# metrics of `evaluate` and models of transformers have to define.
 DOCUMENTED = {
     "_replace",
     "_asdict",
@@ -36,7 +36,7 @@ def is_private(name: str) -> bool:
 
 
 def touches(tree: ast.AST) -> Iterator[str]:
-    """Private modules and names that are imported, and private attributes of anything but `self` and `cls`."""
+    """Private modules and names that are imported, and private attributes of all but `self` and `cls`."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if any(map(is_private, alias.name.split("."))))
