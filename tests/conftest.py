@@ -23,7 +23,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # spinning threads on a busy mach
 # What must also pass with the oldest versions of the libraries: step, gate, losses, save and load, resume,
 # two processes, and whatever relies on private names.
 CORE = (
-    "_compat",
     "compat",
     "losses",
     "models/test_wide_resnet.py",

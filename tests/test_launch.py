@@ -12,8 +12,8 @@ from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.utils import DistributedType
 from torch import nn
 
+from hf_fixastep._compat.distributed import check_launch
 from hf_fixastep.losses.fixmatch import FixMatch
-from tests.short_runs import make_trainer
 
 
 LAUNCHES = sorted((Path(__file__).parents[1] / "recipes/accelerate").glob("*.yaml"))
@@ -26,28 +26,25 @@ class WithParameter(FixMatch):
         self.scale = nn.Parameter(torch.ones(1))
 
 
-def check(folder: Path, kind: DistributedType, loss: Any = None, **plugin: Any) -> None:
+def check(kind: DistributedType, loss: Any = None, **plugin: Any) -> None:
     """Of a launch of this kind, without one."""
-    trainer = make_trainer(folder, objects={"loss": loss} if loss else None)
     state = SimpleNamespace(fsdp_plugin=SimpleNamespace(**plugin))
     is_fsdp2 = kind == DistributedType.FSDP and plugin["fsdp_version"] == 2
-    trainer.accelerator = SimpleNamespace(distributed_type=kind, is_fsdp2=is_fsdp2, state=state)
-    trainer._check_launch()
+    accelerator: Any = SimpleNamespace(distributed_type=kind, is_fsdp2=is_fsdp2, state=state)
+    check_launch(accelerator, loss or FixMatch(), procedure=None)
 
 
 @pytest.mark.parametrize("kind", [DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.FSDP])
-def test_one_process_data_parallelism_and_fsdp2_can_be_launched(
-    kind: DistributedType, tmp_path: Path
-) -> None:
-    check(tmp_path, kind, **FSDP2)
+def test_one_process_data_parallelism_and_fsdp2_can_be_launched(kind: DistributedType) -> None:
+    check(kind, **FSDP2)
 
 
 @pytest.mark.parametrize(
     ("kind", "name"), [(DistributedType.DEEPSPEED, "DEEPSPEED"), (DistributedType.FSDP, "FSDP1")]
 )
-def test_what_steps_before_the_gate_is_refused(kind: DistributedType, name: str, tmp_path: Path) -> None:
+def test_what_steps_before_the_gate_is_refused(kind: DistributedType, name: str) -> None:
     with pytest.raises(ValueError, match=f"The launch uses {name}, but the gate needs two gradients"):
-        check(tmp_path, kind, **{**FSDP2, "fsdp_version": 1})
+        check(kind, **{**FSDP2, "fsdp_version": 1})
 
 
 @pytest.mark.parametrize(
@@ -58,9 +55,9 @@ def test_what_steps_before_the_gate_is_refused(kind: DistributedType, name: str,
         ({"loss": WithParameter()}, "WithParameter has parameters of its own"),
     ],
 )
-def test_what_fsdp2_cannot_do_here_is_refused(change: dict[str, Any], remedy: str, tmp_path: Path) -> None:
+def test_what_fsdp2_cannot_do_here_is_refused(change: dict[str, Any], remedy: str) -> None:
     with pytest.raises(ValueError, match=remedy):
-        check(tmp_path, DistributedType.FSDP, **FSDP2 | change)
+        check(DistributedType.FSDP, **FSDP2 | change)
 
 
 @pytest.mark.parametrize("path", LAUNCHES, ids=lambda path: path.stem)

@@ -824,10 +824,14 @@ print(min(faults))
 """
 
 
+# With the libraries of a training loaded, as it is used.
+TUNED = "import hf_fixastep.trainer; from hf_fixastep._compat.patches import tune_cpu; tune_cpu(None)"
+
+
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="Only glibc has mallopt.")
 def test_on_a_cpu_memory_is_kept_for_the_next_step() -> None:
     found = []
-    for before in ("", "from hf_fixastep._compat.patches import tune_cpu; tune_cpu(None)"):
+    for before in ("", TUNED):
         code = FAULTS.format(before=before)
         found.append(
             int(subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout)

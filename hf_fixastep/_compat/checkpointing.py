@@ -47,16 +47,9 @@ from hf_fixastep.checkpoints import (
 )
 from hf_fixastep.losses.base import SemiSupervisedLoss
 from hf_fixastep.models.trainable import plain_state, with_lora
+from hf_fixastep.runs.folder import LOG_WINDOW, LORA_STATE, LOSS_STATE, RAW_WEIGHTS
 from hf_fixastep.step.teacher import Teacher, load_whole, reshard, whole_parameters
 from hf_fixastep.step.values import Values
-
-
-RAW_WEIGHTS = (
-    "training_weights.safetensors"  # what the optimizer updates; model.safetensors holds the average
-)
-LORA_STATE = "lora.safetensors"  # the average as it is trained; model.safetensors has the changes added in
-LOSS_STATE = "loss.safetensors"  # parameters and buffers of a loss that has any
-LOG_WINDOW = "log_window_{}.safetensors"  # what each process has seen since the last log
 
 
 @dataclass

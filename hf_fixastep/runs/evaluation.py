@@ -11,7 +11,6 @@ import torch
 from numpy.typing import NDArray
 from safetensors.torch import load_file
 
-from hf_fixastep._compat.checkpointing import LOSS_STATE
 from hf_fixastep.data.images import Images
 from hf_fixastep.evaluation.classifier import Classifier
 from hf_fixastep.evaluation.metrics import evaluate_classifier
@@ -25,7 +24,7 @@ from hf_fixastep.evaluation.open_set import (
 from hf_fixastep.losses import get_loss
 from hf_fixastep.losses.base import SemiSupervisedLoss
 from hf_fixastep.plots import RESOLUTION, plot_risk_coverage
-from hf_fixastep.runs.folder import RECIPE
+from hf_fixastep.runs.folder import LOSS_STATE, RECIPE
 from hf_fixastep.runs.recipe import read_mapping, read_yaml
 
 

@@ -20,6 +20,11 @@ WEIGHTS, METRICS, LOG = "model.safetensors", "metrics.json", "log.csv"
 RECIPE, CARD = "recipe.yaml", "README.md"
 CONFIGS = ("config.json", "preprocessor_config.json")
 PREDICTIONS = "test_predictions.csv"  # class numbers, one row per test image
+# In a checkpoint, beside model.safetensors, which holds the averaged weights.
+RAW_WEIGHTS = "training_weights.safetensors"  # what the optimizer updates
+LORA_STATE = "lora.safetensors"  # the average as it is trained; model.safetensors has the changes added in
+LOSS_STATE = "loss.safetensors"  # parameters and buffers of a loss that has any
+LOG_WINDOW = "log_window_{}.safetensors"  # what each process has seen since the last log
 
 
 @dataclass

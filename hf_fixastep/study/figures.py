@@ -270,7 +270,9 @@ def style(method: str) -> dict[str, Any]:
 
 
 def style_of(place: int, label: str, dashed: bool = False) -> dict[str, Any]:
-    look = {"color": COLOURS[place % len(COLOURS)], "marker": MARKERS[place % len(MARKERS)], "label": label}
+    turn = place // len(COLOURS)  # of the colours: in the second one each has another marker
+    marker = MARKERS[(place + turn) % len(MARKERS)]
+    look = {"color": COLOURS[place % len(COLOURS)], "marker": marker, "label": label}
     return look | ({"linestyle": (0, (3, 1)), "markerfacecolor": "white"} if dashed else {})
 
 

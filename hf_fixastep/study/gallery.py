@@ -223,9 +223,9 @@ def tally(trainer: FixAStepTrainer, log: pd.DataFrame) -> Tally:
     for epoch in range(-(-max(opened) // sampler.steps_per_epoch)):
         sampler.set_epoch(epoch)
         for draw in sampler:
-            if draw.step + 1 in opened:  # an image that is in a batch twice counts once
+            if draw.number + 1 in opened:  # an image that is in a batch twice counts once
                 batches[draw.unlabeled] += 1
-                kept_batches[draw.unlabeled] += opened[draw.step + 1]
+                kept_batches[draw.unlabeled] += opened[draw.number + 1]
     return Tally(batches, kept_batches, float(np.mean(list(opened.values()))), len(opened))
 
 

@@ -444,7 +444,7 @@ def test_a_folder_that_may_not_be_opened_is_an_error(run, studies, monkeypatch):
     def refuse(path):
         raise PermissionError(13, "Permission denied", str(path))
 
-    monkeypatch.setattr("os.scandir", refuse)
+    monkeypatch.setattr("os.listdir", refuse)
     with pytest.raises(SystemExit, match="Permission denied"):
         call(run, studies)
 

@@ -19,10 +19,10 @@ from hf_fixastep import FixAStepConfig, Images, load_dataset
 from hf_fixastep.evaluation.classifier import Classifier
 from hf_fixastep.runs import training
 from hf_fixastep.runs.arguments import parse
+from hf_fixastep.runs.folder import RAW_WEIGHTS
 from hf_fixastep.runs.recipe import read_yaml
 from hf_fixastep.study import sweep
 from hf_fixastep.study.results import read_run, read_runs, variant, write_table
-from hf_fixastep.trainer import RAW_WEIGHTS
 from tests.short_runs import SHORT
 
 
