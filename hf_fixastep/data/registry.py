@@ -14,10 +14,10 @@ from typing import Any
 
 import datasets
 import huggingface_hub
-import yaml
 
 from hf_fixastep.checks import check_choice
 from hf_fixastep.data.base import WITHOUT_LABELS, ImageSet
+from hf_fixastep.hub.texts import template_path
 
 
 class Registry(Mapping[str, type[ImageSet]]):
@@ -51,31 +51,6 @@ DATASETS = Registry(
         "unity": "echo.heart2heart:Unity",
     }
 )
-
-CARD = """---
-{header}---
-
-# {name}
-
-{description}
-
-## Splits
-
-{table}
-
-```python
-import datasets
-
-data = datasets.load_dataset("this folder or repository", "{default}")
-data["unlabeled"] = data["unlabeled"].remove_columns("label")  # unlabeled images have none, it is None
-```
-
-Made by `hf_fixastep.export_dataset`.
-
-## Licence
-
-{terms}{source}
-{citation}"""
 
 
 class Names(list[str]):
@@ -207,7 +182,7 @@ def dataset_card(builder: ImageSet, rows: dict[str, dict[str, Any]], terms: str 
     name, info = builder.dataset_name, builder.info
     rows = {config: rows[config] for config in builder.builder_configs or rows if config in rows}
     splits = ("labeled", "unlabeled", "validation", "test")
-    header = {
+    header: dict[str, Any] = {
         "license": info.license,
         "task_categories": ["image-classification"],
         "configs": [
@@ -220,20 +195,19 @@ def dataset_card(builder: ImageSet, rows: dict[str, dict[str, Any]], terms: str 
         ],
         "hf_fixastep": {"dataset": name, "configs": rows},
     }
-    columns = list(next(iter(rows.values())))
-    table = [["config", *columns], ["---"] * (1 + len(columns))]
-    table += [[config, *map(str, row.values())] for config, row in rows.items()]
-    lines = "\n".join(f"| {' | '.join(cells)} |" for cells in table)
-    return CARD.format(
-        header=yaml.safe_dump(header, sort_keys=False),
+    card = huggingface_hub.DatasetCard.from_template(
+        huggingface_hub.DatasetCardData(**header),
+        template_path=str(template_path("dataset_card.md")),
         name=name,
         description=info.description,
-        table=lines,
+        columns=list(next(iter(rows.values()))),
+        rows=rows,
         default=next(iter(rows)),
         terms=terms or builder.terms,
-        source=f" Source: <{info.homepage}>." if info.homepage else "",
-        citation=f"\n## Citation\n\n```bibtex\n{info.citation}\n```\n" if info.citation else "",
+        source=info.homepage,
+        citation=info.citation,
     )
+    return f"{card}\n"
 
 
 def _exported(name: str, out: Path) -> dict[str, dict[str, Any]]:
