@@ -27,9 +27,13 @@ def load_model(args: ModelArguments, num_labels: int, preset: str) -> tuple[Any,
         return AutoModelForImageClassification.from_config(build_config(args, num_labels, preset)), processor
     try:
         folder = args.model if Path(args.model).is_dir() else pull(args.model)
-        processor = AutoImageProcessor.from_pretrained(folder)
+        processor = AutoImageProcessor.from_pretrained(folder, trust_remote_code=False)
         model = AutoModelForImageClassification.from_pretrained(
-            folder, num_labels=num_labels, ignore_mismatched_sizes=True
+            folder,
+            num_labels=num_labels,
+            ignore_mismatched_sizes=True,
+            trust_remote_code=False,
+            use_safetensors=True,
         )
     except (OSError, ValueError) as error:
         reason = str(error).splitlines()[0]
