@@ -211,7 +211,8 @@ def check_run(checkpoint: str | Path, run: dict[str, Any], ignored: Iterable[str
     folder = Path(checkpoint)
     if not (folder / MANIFEST).is_file():
         raise ValueError(
-            f"{folder} holds no {MANIFEST}, so it is no checkpoint to resume; choose a checkpoint-N folder."
+            f"{folder} holds no {MANIFEST}, so it is not a checkpoint to resume; choose a checkpoint-N "
+            "folder."
         )
     if reason := damage(folder):
         raise ValueError(f"{folder} is damaged: {reason}. Resume from another checkpoint.")
