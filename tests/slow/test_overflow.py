@@ -66,7 +66,7 @@ class Overflowing(FixAStepTrainer):
     def _gate(self) -> None:
         for row, name in ((LABELED, "labeled"), (UNLABELED, "unlabeled")):
             if self.bad and self.place in (f"{name} gradient", "both gradients"):
-                self._slots.buffers[0][row, 5] = self.value
+                self.slots.buffers[0][row, 5] = self.value
         super()._gate()
 
 
