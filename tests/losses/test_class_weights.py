@@ -201,7 +201,7 @@ def test_balanced_accuracy_can_choose_the_best_model(tmp_path: Path) -> None:
         save_steps=1,
         save_total_limit=1,
         loss="supervised",
-        learning_rate=0.05,
+        learning_rate=0.1,
         teacher_decay=0.0,
         max_steps=10,
     )
