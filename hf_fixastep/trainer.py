@@ -15,11 +15,14 @@ from transformers import ProgressCallback
 from hf_fixastep import callbacks as own
 from hf_fixastep._compat.checkpointing import CheckpointingTrainer
 from hf_fixastep._compat.distributed import check_launch, reduction_by_gate
+from hf_fixastep._compat.optimizing import remember_lomo
 from hf_fixastep._compat.patches import allow_second_backward, tune_cpu
 from hf_fixastep.config import FixAStepConfig
+from hf_fixastep.data.features import CachedViews, Examples, Features
 from hf_fixastep.data.images import Images
 from hf_fixastep.data.loader import PairedLoader, as_is, generator_for
 from hf_fixastep.data.processing import check_classes, check_views, class_names, views_of
+from hf_fixastep.data.views import Views
 from hf_fixastep.evaluation.metrics import classification_metrics
 from hf_fixastep.hub.pushing import PushingTrainer
 from hf_fixastep.losses import get_loss
@@ -38,7 +41,8 @@ class FixAStepTrainer(CheckpointingTrainer, PushingTrainer):
     """Train an image classifier on a few labeled and many unlabeled images.
 
     Args:
-        train_dataset: labeled images, a `datasets.Dataset` with columns image and label, or `Images`.
+        train_dataset: labeled images, a `datasets.Dataset` with columns image and label, or `Images`,
+            or cached `Features`.
         unlabeled_dataset: unlabeled images of the same kinds; a label column is ignored.
         eval_dataset: like train_dataset, or several of them by name.
         processing_class: the image processor, which says size, mean and deviation; saved with the model.
@@ -46,7 +50,7 @@ class FixAStepTrainer(CheckpointingTrainer, PushingTrainer):
     """
 
     loss_is_scaled_for_ga = False  # our losses are means over one batch
-    train_dataset: Images
+    train_dataset: Examples
     slots: GradientSlots
 
     def __init__(
@@ -54,9 +58,9 @@ class FixAStepTrainer(CheckpointingTrainer, PushingTrainer):
         model: nn.Module | None = None,
         args: FixAStepConfig | None = None,
         *,
-        train_dataset: datasets.Dataset | Images,
-        unlabeled_dataset: datasets.Dataset | Images | None = None,
-        eval_dataset: datasets.Dataset | Images | dict[str, datasets.Dataset | Images] | None = None,
+        train_dataset: datasets.Dataset | Examples,
+        unlabeled_dataset: datasets.Dataset | Examples | None = None,
+        eval_dataset: datasets.Dataset | Examples | dict[str, datasets.Dataset | Examples] | None = None,
         processing_class: Any,
         loss: SemiSupervisedLoss | None = None,
         callbacks: list[Any] | None = None,
@@ -66,7 +70,12 @@ class FixAStepTrainer(CheckpointingTrainer, PushingTrainer):
             raise ValueError(f"args is {type(args).__name__}, but FixAStepTrainer needs a FixAStepConfig.")
         self.loss = loss or get_loss(args.loss, **cast(dict[str, Any], args.loss_kwargs))
         self.mix_labeled = args.mix_labeled and self.loss.mixable
-        self.image_size, self.views = views_of(processing_class, flip=args.flip, cutout=args.cutout)
+        self.image_size: tuple[int, int] | None = None  # of images that are to be decoded
+        self.views: Views | CachedViews
+        if isinstance(train_dataset, Features):
+            self.views = CachedViews(*train_dataset.versions)
+        else:
+            self.image_size, self.views = views_of(processing_class, flip=args.flip, cutout=args.cutout)
         labeled = self.images(train_dataset)
         self.class_names = class_names(labeled)
         self.unlabeled = self._unlabeled_images(unlabeled_dataset)
@@ -74,7 +83,7 @@ class FixAStepTrainer(CheckpointingTrainer, PushingTrainer):
             eval_dataset = {name: self._labeled_images(split) for name, split in eval_dataset.items()}
         elif eval_dataset is not None:
             eval_dataset = self._labeled_images(eval_dataset)
-        self.validation_rows = len(eval_dataset) if isinstance(eval_dataset, Images) else 0
+        self.validation_rows = len(eval_dataset) if isinstance(eval_dataset, Images | Features) else 0
         self.unlabeled_weight = 0.0
         self.window: dict[str, list[float]] = {}  # values of every step between the last two logs
         self.values = Values()
@@ -94,6 +103,7 @@ class FixAStepTrainer(CheckpointingTrainer, PushingTrainer):
         if model is not None:
             self._prepare_loss(model)
         check_launch(self.accelerator, self.loss, args.procedure)
+        remember_lomo()
         if args.device.type == "cpu":
             tune_cpu(args.cpu_threads)
         if args.class_weights == "balanced":
@@ -113,21 +123,28 @@ class FixAStepTrainer(CheckpointingTrainer, PushingTrainer):
 
     # ---- data in
 
-    def images(self, dataset: datasets.Dataset | Images) -> Images:
-        """A set of images, decoded to the size that the model takes."""
-        return dataset if isinstance(dataset, Images) else Images.from_dataset(dataset, self.image_size)
+    def images(self, dataset: datasets.Dataset | Examples) -> Examples:
+        """A set of images, decoded to the size that the model takes, or their features."""
+        if isinstance(dataset, Images | Features):
+            return dataset
+        if self.image_size is None:
+            raise ValueError(
+                "The labeled images are cached features, but other images are not; embed them with the same "
+                "network."
+            )
+        return Images.from_dataset(dataset, self.image_size)
 
-    def _labeled_images(self, dataset: datasets.Dataset | Images) -> Images:
+    def _labeled_images(self, dataset: datasets.Dataset | Examples) -> Examples:
         """Images to evaluate on, whose labels have to mean what those of the training mean."""
         images = self.images(dataset)
         check_classes(images, self.class_names)
         return images
 
-    def _unlabeled_images(self, dataset: datasets.Dataset | Images | None) -> Images | None:
+    def _unlabeled_images(self, dataset: datasets.Dataset | Examples | None) -> Examples | None:
         if not self.views_needed:
             return None
         check_views(self.views_needed, dataset is not None, type(self.loss).__name__)
-        return self.images(cast(Images, dataset))
+        return self.images(cast(Examples, dataset))
 
     @property
     def views_needed(self) -> tuple[str, ...]:

@@ -55,7 +55,8 @@ ALLOWED = {
     "callbacks": {"checkpoints", "step"},
     "_compat": {"checkpoints", "config", "losses", "models", "step"},
     "trainer": {
-        *("_compat", "callbacks", "config", "data.images", "data.loader", "data.processing"),
+        *("_compat", "callbacks", "config", "data.features", "data.images", "data.loader"),
+        *("data.processing", "data.views"),
         *("evaluation.metrics", "hub.pushing", "losses", "models", "step"),
     },
     # data, evaluation and the Hub, which import nothing of a training but for what a push needs
@@ -71,6 +72,8 @@ ALLOWED = {
     "echo.prediction": {"data", "echo", "evaluation", "runs"},
     "echo.report": {"evaluation", "plots"},
     "echo": {"data"},
+    # pretrained networks
+    "features": {"data", "step"},
     # runs, studies and commands
     "runs.recipe": set(),
     "runs.arguments": {"runs.recipe"},

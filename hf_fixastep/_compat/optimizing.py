@@ -8,8 +8,10 @@ they compute it on loading.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
+import accelerate.optimizer
 import torch
 from accelerate.utils import DistributedType
 from torch import nn
@@ -33,9 +35,15 @@ class OptimizingTrainer(Trainer):
     twin: Twin
     group_settings: list[dict[str, Any]]  # of the optimizer, before a checkpoint is loaded
 
+    unwrapped: tuple[Any, nn.Module] | None = None  # a model, and what is inside it
+
     @property
     def core_model(self) -> nn.Module:
-        return self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
+        # Remembered, for Accelerate (1.15) looks on the disk for DeepSpeed each time.
+        if self.unwrapped is None or self.unwrapped[0] is not self.model:
+            inner = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
+            self.unwrapped = self.model, inner
+        return self.unwrapped[1]
 
     @staticmethod
     def get_optimizer_cls_and_kwargs(args: Any, model: Any = None) -> tuple[Any, Any]:
@@ -88,3 +96,13 @@ class OptimizingTrainer(Trainer):
         keys = {"base_lrs": "initial_lr", "_last_lr": "lr"}
         rates = {name: [group[key] for group in self.optimizer.param_groups] for name, key in keys.items()}
         self.lr_scheduler.load_state_dict(self.lr_scheduler.state_dict() | rates)
+
+
+def remember_lomo() -> None:
+    """Look for the package lomo_optim once, not twice in every step.
+
+    Accelerate 1.15: `AcceleratedOptimizer.step` searches the disk for it, in a twentieth of a step on cached
+    features. It can go when `is_lomo_available` remembers.
+    """
+    if not hasattr(accelerate.optimizer.is_lomo_available, "cache_info"):
+        accelerate.optimizer.is_lomo_available = functools.cache(accelerate.optimizer.is_lomo_available)

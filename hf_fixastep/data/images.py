@@ -74,7 +74,7 @@ class Images(Dataset):
                 f"Column {image!r} holds {pictures.features[image]}, but expected images: convert it with "
                 f"split.cast_column({image!r}, datasets.Image())."
             )
-        labels = _read_labels(split, label)
+        labels = read_labels(split, label)
         rows, file = _decode(pictures, image, size, channels), None
         if len(split) * (channels or 3) * size[0] * size[1] > IN_MEMORY_BYTES:
             file = build_once(possible_files(pictures, image, size, channels), rows)
@@ -93,6 +93,11 @@ class Images(Dataset):
         self.__dict__.update(state)
         if self.file is not None:
             self.pixels = self.file.map()
+
+    @property
+    def row_shape(self) -> list[int]:
+        """Height and width."""
+        return list(self.pixels.shape[2:])
 
     @property
     def fingerprint(self) -> str:
@@ -134,7 +139,8 @@ def _check_labels(labels: Tensor, count: int, class_names: list[str] | None) -> 
         )
 
 
-def _read_labels(split: datasets.Dataset, label: str) -> Tensor | None:
+def read_labels(split: datasets.Dataset, label: str) -> Tensor | None:
+    """The class numbers of a split, None if it has no such column."""
     if label not in split.column_names:
         return None
     labels = np.asarray(split[label][:])

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from hf_fixastep.data.images import Images
+from hf_fixastep.data.features import Examples
 
 
 @dataclass(frozen=True)
@@ -105,14 +105,14 @@ def _check_streams(sizes: tuple[int, int], batch_sizes: tuple[int, int], steps_p
 class PairedDataset(Dataset):
     """Labeled and unlabeled images, fetched together by a `Draw`; labels of unlabeled images stay inside."""
 
-    def __init__(self, labeled: Images, unlabeled: Images | None = None) -> None:
+    def __init__(self, labeled: Examples, unlabeled: Examples | None = None) -> None:
         if labeled.labels is None:
             raise ValueError("The labeled images have no labels, but each needs one: give labels to Images.")
-        if unlabeled is not None and unlabeled.pixels.shape[2:] != labeled.pixels.shape[2:]:
+        if unlabeled is not None and unlabeled.row_shape != labeled.row_shape:
             raise ValueError(
-                f"Unlabeled images are {list(unlabeled.pixels.shape[2:])} and labeled ones "
-                f"{list(labeled.pixels.shape[2:])}, but expected the same [H, W]: "
-                "build both by Images.from_dataset with the same size."
+                f"Unlabeled images are {unlabeled.row_shape} and labeled ones {labeled.row_shape}, but "
+                "expected the same: build both by Images.from_dataset with the same size, or embed both with "
+                "the same network."
             )
         self.labeled, self.unlabeled = labeled, unlabeled
 
@@ -139,8 +139,8 @@ class PairedLoader(DataLoader):
 
     def __init__(
         self,
-        labeled: Images,
-        unlabeled: Images | None,
+        labeled: Examples,
+        unlabeled: Examples | None,
         batch_sizes: tuple[int, int],
         steps_per_epoch: int,
         seed: int = 0,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from hf_fixastep.data.images import Images
+from hf_fixastep.data.features import Examples
 from hf_fixastep.data.views import VIEWS, Views
 
 
@@ -22,7 +22,7 @@ def views_of(processor: Any, **settings: Any) -> tuple[tuple[int, int], Views]:
     return (height, width), Views(mean=mean, std=std, **settings)
 
 
-def class_names(labeled: Images) -> list[str]:
+def class_names(labeled: Examples) -> list[str]:
     """The names of the classes, or their numbers where they have none."""
     if labeled.labels is None or len(labeled) == 0:
         raise ValueError(
@@ -35,7 +35,7 @@ def class_names(labeled: Images) -> list[str]:
     return [str(number) for number in range(int(labeled.labels.max()) + 1)]
 
 
-def check_classes(images: Images, expected: Sequence[str]) -> None:
+def check_classes(images: Examples, expected: Sequence[str]) -> None:
     """Labels of images to evaluate on have to mean what those of the training mean."""
     names = list(expected) if images.labels is None else class_names(images)
     if names != list(expected)[: None if images.class_names else len(names)]:

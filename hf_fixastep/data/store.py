@@ -14,7 +14,7 @@ import os
 import shutil
 import sys
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -82,13 +82,19 @@ class PixelFile:
         They can be changed neither for others, as the mapping is private, nor unnoticed: in-place operations
         on inference tensors are errors. A mapping that is only readable would end the process instead.
         """
-        flags, protection = mmap.MAP_PRIVATE | NO_RESERVE, mmap.PROT_READ | mmap.PROT_WRITE
-        with open(self.path, "rb") as file, torch.inference_mode():
-            mapping = mmap.mmap(file.fileno(), self.size, flags=flags, prot=protection)
-            # Else the system reads megabytes around every row, and soon forgets them.
-            if self.size > memory() / 2:
-                mapping.madvise(mmap.MADV_RANDOM)
-            return torch.frombuffer(mapping, dtype=torch.uint8, offset=HEADER_BYTES).view(self.shape)
+        return map_tensor(self.path, torch.uint8, HEADER_BYTES, self.shape)
+
+
+def map_tensor(path: Path, dtype: torch.dtype, offset: int, shape: Sequence[int]) -> Tensor:
+    """What a file holds behind its first `offset` bytes, to be read only; see `PixelFile.map`."""
+    flags, protection = mmap.MAP_PRIVATE | NO_RESERVE, mmap.PROT_READ | mmap.PROT_WRITE
+    size = offset + math.prod(shape) * dtype.itemsize
+    with open(path, "rb") as file, torch.inference_mode():
+        mapping = mmap.mmap(file.fileno(), size, flags=flags, prot=protection)
+        # Else the system reads megabytes around every row, and soon forgets them.
+        if size > memory() / 2:
+            mapping.madvise(mmap.MADV_RANDOM)
+        return torch.frombuffer(mapping, dtype=dtype, offset=offset).view(tuple(shape))
 
 
 def memory() -> int:
@@ -105,19 +111,23 @@ def possible_files(
         split: unformatted, and without other columns than `image`.
         channels: as in `Images.from_dataset`.
     """
-    # Not the fingerprint of the split: that changes with every transform, even at random.
-    content = Hasher.hash((split.data, row_numbers(split), split.features))
+    content = content_of(split)
     key = Hasher.hash((content, image, tuple(size), channels, VERSION))
     caches = split.cache_files
     folder = os.path.dirname(caches[0]["filename"]) if caches else datasets.config.HF_DATASETS_CACHE
     path = Path(folder).absolute() / f"pixels-{size[0]}x{size[1]}-{key}.uint8"
-    source = _state_of_files(split, image)
+    source = state_of_files(split, image)
     return {
         c: PixelFile(path, key, source, (len(split), c, *size)) for c in ([channels] if channels else [1, 3])
     }
 
 
-def _state_of_files(split: datasets.Dataset, image: str) -> str:
+def content_of(split: datasets.Dataset) -> str:
+    """Changes with the rows of a split; its fingerprint changes with every transform too, even at random."""
+    return Hasher.hash((split.data, row_numbers(split), split.features))
+
+
+def state_of_files(split: datasets.Dataset, image: str) -> str:
     """Changes when the Arrow files, or images that these only name, are written."""
     digest = hashlib.sha256()
     caches = (entry["filename"] for entry in split.cache_files)

@@ -86,11 +86,16 @@ class Views:
 
     def weak(self, images: Tensor, generator: torch.Generator) -> Tensor:
         self._check(images)
-        return self._normalize(crop(images, self.draw_weak(images.shape, generator)))
+        return self.carry_out_weak(images, self.draw_weak(images.shape, generator))
 
     def strong(self, images: Tensor, generator: torch.Generator) -> Tensor:
         self._check(images)
-        plan = self.draw_strong(images.shape, generator)
+        return self.carry_out_strong(images, self.draw_strong(images.shape, generator))
+
+    def carry_out_weak(self, images: Tensor, plan: WeakPlan) -> Tensor:
+        return self._normalize(crop(images, plan))
+
+    def carry_out_strong(self, images: Tensor, plan: StrongPlan) -> Tensor:
         images = crop(images, plan.weak)
         operations = plan.operations.where(plan.applied, OPERATIONS.index("identity"))
         for each in zip(operations, plan.levels, plan.signs, strict=True):

@@ -82,11 +82,16 @@ class Rounds:
             raise ValueError(
                 "A procedure chooses by validation images, but the trainer has not one eval_dataset."
             )
+        unlabeled = trainer.images(unlabeled_dataset)
+        if not isinstance(trainer.train_dataset, Images) or not isinstance(unlabeled, Images):
+            raise ValueError(
+                "A procedure trains on images, but the trainer has cached features; choose another trainable."
+            )
         check_procedure(trainer.accelerator)
         self.trainer, self.make_model = trainer, make_model
         self.folder = Path(str(trainer.args.output_dir))
         self.labeled = trainer.train_dataset
-        self.unlabeled = Images(trainer.images(unlabeled_dataset).pixels)
+        self.unlabeled = Images(unlabeled.pixels)
         self.done: list[Round] = []
 
     def check(self, procedure: Procedure, resume: bool) -> None:

@@ -18,7 +18,7 @@ from transformers.utils import logging
 
 from hf_fixastep.checkpoints import checkpoints, find_checkpoint
 from hf_fixastep.config import FixAStepConfig
-from hf_fixastep.data.images import Images
+from hf_fixastep.data.features import Examples
 from hf_fixastep.data.registry import is_medical, load_dataset
 from hf_fixastep.echo.files import is_phantom
 from hf_fixastep.evaluation.metrics import evaluate_classifier
@@ -106,7 +106,7 @@ def finish(trainer: FixAStepTrainer, data: Any) -> None:
     """Test the model and leave it with its numbers, figures and card in the output folder."""
     folder = Path(str(trainer.args.output_dir))
     validation = trainer.evaluate(metric_key_prefix="validation")
-    images = Images.from_dataset(data["test"], trainer.image_size)
+    images = trainer.images(data["test"])
     test = trainer.predict(images, metric_key_prefix="test")
     trainer.save_model(_internal_call=True)  # on all processes, each may hold a shard; the push comes last
     raw = raw_metrics(trainer, images)
@@ -128,7 +128,7 @@ def finish(trainer: FixAStepTrainer, data: Any) -> None:
         print(f"Pushed: {trainer.card.push().commit_url}")
 
 
-def raw_metrics(trainer: FixAStepTrainer, images: Images) -> dict[str, float]:
+def raw_metrics(trainer: FixAStepTrainer, images: Examples) -> dict[str, float]:
     """The same of the raw weights of the best step, where its checkpoint is still there."""
     if trainer.raw_weights_file is None:
         return {}

@@ -12,7 +12,7 @@ import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pandas as pd
@@ -26,7 +26,7 @@ from torch import Tensor
 from transformers.utils import logging
 
 from hf_fixastep.data.loader import generator_for
-from hf_fixastep.data.views import VIEWS
+from hf_fixastep.data.views import VIEWS, Views
 from hf_fixastep.plots import BLACK, ORANGE, WIDTH, percent, tidy
 from hf_fixastep.runs import training
 from hf_fixastep.runs.arguments import parse
@@ -154,7 +154,8 @@ def draw_labels(line: Sequence[Axes], labels: Tensor, names: Sequence[str]) -> N
 
 def to_picture(image: Tensor, trainer: FixAStepTrainer) -> NDArray:
     """Back to 0..1, [H, W, 3]."""
-    mean, std = (torch.tensor(values)[:, None, None] for values in (trainer.views.mean, trainer.views.std))
+    views = cast(Views, trainer.views)
+    mean, std = (torch.tensor(values)[:, None, None] for values in (views.mean, views.std))
     return (image.cpu() * std + mean).clamp(0, 1).expand(3, -1, -1).permute(1, 2, 0).numpy()
 
 
