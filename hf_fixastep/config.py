@@ -57,7 +57,9 @@ class FixAStepConfig(TrainingArguments):
         "none", "In the labeled loss: none, or balanced, inverse to the images per class."
     )
 
-    gate: str = own_field("drop", "drop (the paper), project, layerwise, or off.")
+    gate: str = own_field(
+        "drop", "drop (the paper), project, layerwise, per_example (judges every image alone), or off."
+    )
     mix_labeled: bool = own_field(True, "Mix labeled images with unlabeled ones (phase 1).")
     mix_alpha: float = own_field(0.5, "Shape of the Beta distribution of the shares.")
     mix_temperature: float = own_field(0.5, "Temperature of the guesses; below 1 sharpens.")
@@ -137,6 +139,11 @@ class FixAStepConfig(TrainingArguments):
 
     def _check(self) -> None:
         check_choice("gate", self.gate, GATES)
+        if self.gate == "per_example" and self.torch_compile:
+            raise ValueError(
+                "gate is per_example, which has to watch the last layer, but torch_compile hides the layers; "
+                "switch it off, or choose another gate."
+            )
         check_choice("batchnorm", self.batchnorm, ("joint", "separate"))
         check_choice("unlabeled_ramp", self.unlabeled_ramp, RAMPS)
         check_choice("mix_pool", self.mix_pool, ("batch", "all"))

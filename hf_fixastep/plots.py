@@ -44,10 +44,10 @@ def plot_losses(log: pd.DataFrame) -> Figure:
 
 
 def plot_gate(log: pd.DataFrame) -> Figure:
-    """How often the gate was open, with the mask rate if there is one, and the cosine of the gradients."""
+    """How much the gate kept, with the mask rate if there is one, and the cosine of the gradients."""
     check_values(log, "gate/open")
     figure, (shares, cosine) = stacked_panels(2)
-    draw(shares, log, "gate/open", BLUE, "gate open, share of steps")
+    draw(shares, log, "gate/open", BLUE, "kept by the gate")
     if has_values(log, "mask_rate"):
         draw(shares, log, "mask_rate", ORANGE, "mask rate, share of unlabeled images")
     shares.set(ylabel="Share", ylim=(-0.03, 1.03))
@@ -61,23 +61,23 @@ def plot_gate(log: pd.DataFrame) -> Figure:
 
 
 def plot_cosines(log: pd.DataFrame) -> Figure:
-    """Histogram of the cosine of every step, with the share that the gate accepts: those above zero.
+    """Histogram of the cosine of every step, with the share above zero: what the gate `drop` accepts.
 
     Steps without a cosine, where a gradient is zero or not finite, are left out.
     """
     check_values(log, "gate/cosines")
     cosines = step_cosines(log)
-    accepted = np.mean(cosines > 0)
+    positive = np.mean(cosines > 0)
     edges = symmetric_edges(cosines)
-    # mirrored, so that bins hold their upper edge and a cosine of zero counts as rejected
+    # mirrored, so that bins hold their upper edge and a cosine of zero counts as not positive
     counts = np.histogram(-cosines, edges)[0][::-1]
 
     figure = Figure((WIDTH, 4.0), facecolor="white", layout="constrained")
     axes = figure.add_subplot()
     tidy(axes)
     for chosen, colour, word, share in (
-        (edges[:-1] >= 0, BLUE, "accepted", accepted),
-        (edges[:-1] < 0, ORANGE, "rejected", 1 - accepted),
+        (edges[:-1] >= 0, BLUE, "positive", positive),
+        (edges[:-1] < 0, ORANGE, "not positive", 1 - positive),
     ):
         left, width = edges[:-1][chosen], np.diff(edges)[chosen]
         axes.bar(left, counts[chosen], width, align="edge", color=colour, label=f"{word}, {share:.1%}")

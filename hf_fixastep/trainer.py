@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 from typing import Any, cast
 
 import datasets
@@ -30,6 +32,7 @@ from hf_fixastep.losses.base import Losses, SemiSupervisedLoss
 from hf_fixastep.losses.functional import class_weights
 from hf_fixastep.models.trainable import limit_training, name_classes
 from hf_fixastep.step.batch import SemiBatch
+from hf_fixastep.step.examples import ExampleGate, check_examples
 from hf_fixastep.step.forwards import average_buffers, batchnorm_layers, restore_buffers
 from hf_fixastep.step.gate import LABELED, UNLABELED, GradientSlots, gradient_slots
 from hf_fixastep.step.mixing import mix_labeled
@@ -52,6 +55,7 @@ class FixAStepTrainer(CheckpointingTrainer, PushingTrainer):
     loss_is_scaled_for_ga = False  # our losses are means over one batch
     train_dataset: Examples
     slots: GradientSlots
+    examples: ExampleGate | None = None  # for the gate per_example
 
     def __init__(
         self,
@@ -79,6 +83,7 @@ class FixAStepTrainer(CheckpointingTrainer, PushingTrainer):
         labeled = self.images(train_dataset)
         self.class_names = class_names(labeled)
         self.unlabeled = self._unlabeled_images(unlabeled_dataset)
+        self.gates_examples = args.gate == "per_example" and self.unlabeled is not None
         if isinstance(eval_dataset, dict):
             eval_dataset = {name: self._labeled_images(split) for name, split in eval_dataset.items()}
         elif eval_dataset is not None:
@@ -110,6 +115,8 @@ class FixAStepTrainer(CheckpointingTrainer, PushingTrainer):
             self._weigh_classes()
         # Without batch norm joint and separate give the same numbers, and separate is cheaper.
         self.loss.batchnorm = args.batchnorm if batchnorm_layers(self.model) else "separate"
+        if self.gates_examples:
+            check_examples(self.model, len(self.class_names), self.loss, args.gradient_accumulation_steps)
         if args.torch_compile and self.loss.batchnorm == "joint":
             allow_second_backward()
         if self.pop_callback(ProgressCallback):
@@ -220,6 +227,7 @@ class FixAStepTrainer(CheckpointingTrainer, PushingTrainer):
             for tensor in self.loss.state_dict().values():  # DDP sees to the model only
                 dist.broadcast(tensor, 0)
         self.teacher = Teacher(self.core_model, self.args.teacher_decay, twin)
+        self.examples = ExampleGate(self.core_model, len(self.class_names)) if self.gates_examples else None
         self.finish_resuming()
 
     # ---- one step
@@ -230,38 +238,75 @@ class FixAStepTrainer(CheckpointingTrainer, PushingTrainer):
         """Two gradients, apart, and at the end of the optimizer step the decision of the gate."""
         self._train_mode(model)
         inputs = send_to_device(inputs, self.args.device)
-        with reduction_by_gate(self.accelerator, model):
-            if self.loss.separable and self.loss.batchnorm == "separate":
-                # Unlabeled images first: one graph at a time, and their logits serve phase 1 as guesses.
-                batch = self.make_batch(inputs)
-                with self.compute_loss_context_manager():
-                    losses = self.compute_losses(model, batch.unlabeled_part())
-                self._backward(UNLABELED, losses.unlabeled)
-                with self.compute_loss_context_manager():
-                    batch = self.mix(model, batch, inputs["step"])
-                    losses.labeled = self._divided("labeled", self.loss.labeled_part(model, batch))
-                self._backward(LABELED, losses.labeled)
+        watching = self.examples.watching() if self.examples else contextlib.nullcontext()
+        with reduction_by_gate(self.accelerator, model), watching:
+            if not self.loss.in_parts:
+                losses = self._both_at_once(model, inputs)
+            elif self.examples:
+                losses = self._labeled_first(model, inputs, self.examples)
             else:
-                with self.compute_loss_context_manager():
-                    batch = self.mix(model, self.make_batch(inputs), inputs["step"])
-                    losses = self.compute_losses(model, batch)
-                shared_graph = self.loss.batchnorm == "joint" and losses.unlabeled is not None
-                self._backward(LABELED, losses.labeled, retain_graph=shared_graph)
-                self._backward(UNLABELED, losses.unlabeled)
-        self.values.record({"loss/labeled": losses.labeled, "loss/unlabeled": losses.unlabeled})
-        self.values.record(losses.stats)
+                losses = self._unlabeled_first(model, inputs)
         if self.accelerator.sync_gradients:
             self._gate()
         unlabeled = 0.0 if losses.unlabeled is None else self.unlabeled_weight * losses.unlabeled.detach()
         return (losses.labeled.detach() + unlabeled) / self.current_gradient_accumulation_steps
 
-    def _backward(self, row: int, loss: Tensor | None, retain_graph: bool = False) -> None:
+    def _both_at_once(self, model: nn.Module, inputs: dict[str, Any]) -> Losses:
+        with self.compute_loss_context_manager():
+            batch = self.mix(model, self.make_batch(inputs), inputs["step"])
+            losses = self.compute_losses(model, batch)
+        shared_graph = self.loss.batchnorm == "joint" and losses.unlabeled is not None
+        self._backward(LABELED, losses.labeled, retain_graph=shared_graph)
+        with self.examples.choosing() if self.examples else contextlib.nullcontext():
+            self._backward(UNLABELED, losses.unlabeled)
+        return losses
+
+    def _unlabeled_first(self, model: nn.Module, inputs: dict[str, Any]) -> Losses:
+        """The logits of the unlabeled images serve phase 1 as guesses."""
+        batch = self.make_batch(inputs)
+        with self.compute_loss_context_manager():
+            losses = self.compute_losses(model, batch.unlabeled_part())
+        self._backward(UNLABELED, losses.unlabeled)
+        losses.labeled = self._labeled_part(model, batch, inputs["step"])
+        return losses
+
+    def _labeled_first(self, model: nn.Module, inputs: dict[str, Any], examples: ExampleGate) -> Losses:
+        """Unlabeled images wait for the labeled gradient of the whole optimizer step, which judges them."""
+        batch = self.make_batch(inputs)
+        total = Losses(self._labeled_part(model, batch, inputs["step"]), None)
+        examples.waiting.append(inputs)
+        if not self.accelerator.sync_gradients:
+            return total
+        found = []
+        for part in examples.waiting:  # views are made anew: they take more memory than their images
+            unlabeled = (batch if part is inputs else self.make_batch(part)).unlabeled_part()
+            with self.compute_loss_context_manager():
+                losses = self.compute_losses(model, unlabeled)
+            with examples.choosing():
+                self._backward(UNLABELED, losses.unlabeled, last=part is inputs)
+                found.append(cast(Tensor, losses.unlabeled).detach())
+        examples.waiting.clear()
+        total.unlabeled = torch.stack(found).sum()
+        return total
+
+    def _labeled_part(self, model: nn.Module, batch: SemiBatch, draw: int) -> Tensor:
+        with self.compute_loss_context_manager():
+            batch = self.mix(model, batch, draw)
+            loss = self._divided("labeled", self.loss.labeled_part(model, batch))
+        self._backward(LABELED, loss)
+        return loss
+
+    def _backward(self, row: int, loss: Any, retain_graph: bool = False, last: bool = True) -> None:
+        """Add to a gradient of this optimizer step, and begin to reduce it after its last loss."""
         if loss is None:
             return
+        self.values.record({"loss/labeled" if row == LABELED else "loss/unlabeled": loss})
         loss = loss / self.current_gradient_accumulation_steps
         with self.slots.fill(row):
             self.accelerator.backward(loss, retain_graph=retain_graph)
-        if self.accelerator.sync_gradients:
+        if self.accelerator.sync_gradients and last:
+            if row == LABELED and self.examples:
+                self.examples.learn(self.slots)
             self.slots.start_reduce(row)
 
     def _train_mode(self, model: nn.Module) -> None:
@@ -308,10 +353,11 @@ class FixAStepTrainer(CheckpointingTrainer, PushingTrainer):
         )
 
     def compute_losses(self, model: nn.Module, batch: SemiBatch) -> Losses:
-        """The two losses of a batch, or the unlabeled one of its unlabeled part."""
+        """The two losses of a batch, or the unlabeled one of its unlabeled part; stats are for the log."""
         losses = self.loss(model, batch, teacher=cast(Teacher, self.teacher).model)
         losses.labeled = self._divided("labeled", losses.labeled)
         losses.unlabeled = self._divided("unlabeled", losses.unlabeled)
+        self.values.record(losses.stats)
         return losses
 
     def _divided(self, name: str, loss: Any) -> Any:
@@ -328,6 +374,8 @@ class FixAStepTrainer(CheckpointingTrainer, PushingTrainer):
         self.slots.reduce()
         overflows = self.accelerator.scaler is not None
         gate = self.slots.gate(self.unlabeled_weight, self.args.gate, pass_overflow=overflows)
+        if self.examples:
+            gate = dataclasses.replace(gate, open=gate.open * self.examples.share())
         if self.unlabeled is not None:
             for name in ("open", "cosine", "labeled_norm", "unlabeled_norm"):
                 self.values.record({f"gate/{name}": getattr(gate, name)})

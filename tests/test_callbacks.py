@@ -13,6 +13,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 from hf_fixastep import FixAStepTrainer
 from hf_fixastep.callbacks import GateMonitorCallback, UnlabeledWeightCallback, write_log
 from hf_fixastep.losses.base import Losses
+from hf_fixastep.step.gate import GATES
 from tests.short_runs import (
     assert_equal,
     assert_near,
@@ -273,7 +274,7 @@ def finite(state: dict[str, Tensor]) -> bool:
     return all(bool(value.isfinite().all()) for value in state.values())
 
 
-@pytest.mark.parametrize("gate", ["drop", "project", "layerwise", "off"])
+@pytest.mark.parametrize("gate", GATES)
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_an_unlabeled_gradient_that_is_not_finite_is_rejected_and_counted(
     value: float, gate: str, tmp_path: Path

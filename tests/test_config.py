@@ -237,7 +237,11 @@ def test_a_config_becomes_a_dict_and_json(loss: str) -> None:
 
 BAD = [  # settings, what the message must say
     ({"preset": "papper"}, ["preset", "'papper'", "Did you mean paper?"]),
-    ({"gate": "dorp"}, ["gate", "'dorp'", "Did you mean drop?", "drop, project, layerwise, off"]),
+    (
+        {"gate": "dorp"},
+        ["gate", "'dorp'", "Did you mean drop?", "drop, project, layerwise, per_example, off"],
+    ),
+    ({"gate": "per_example", "torch_compile": True}, ["per_example", "torch_compile", "switch it off"]),
     ({"batchnorm": "seperate"}, ["batchnorm", "'seperate'", "Did you mean separate?"]),
     ({"unlabeled_ramp": "linaer"}, ["unlabeled_ramp", "'linaer'", "Did you mean linear?"]),
     ({"mix_pool": "bach"}, ["mix_pool", "'bach'", "Did you mean batch?"]),

@@ -123,21 +123,21 @@ def test_every_cosine_is_counted_on_its_side_of_zero() -> None:
     cosines = [float(word) for window in log["gate/cosines"].dropna() for word in window.split()]
     figure = plot_cosines(log)
     positive = sum(cosine > 0 for cosine in cosines)
-    assert bar_heights(figure, "accepted").sum() == positive
-    assert bar_heights(figure, "rejected").sum() == len(cosines) - positive == 150 - positive
-    assert f"accepted, {100 * positive / 150:.1f}%" in figure.axes[0].get_legend_handles_labels()[1]
+    assert bar_heights(figure, "positive").sum() == positive
+    assert bar_heights(figure, "not positive").sum() == len(cosines) - positive == 150 - positive
+    assert f"positive, {100 * positive / 150:.1f}%" in figure.axes[0].get_legend_handles_labels()[1]
 
 
 def test_a_cosine_of_zero_is_rejected_and_an_undefined_one_left_out() -> None:
     figure = plot_cosines(pd.DataFrame({"step": [4], "gate/cosines": ["0.000000 nan 0.7 -0.7"]}))
-    assert bar_heights(figure, "accepted").sum() == 1
-    assert bar_heights(figure, "rejected").sum() == 2
+    assert bar_heights(figure, "positive").sum() == 1
+    assert bar_heights(figure, "not positive").sum() == 2
 
 
 def test_a_log_read_from_a_csv_file_with_windows_of_one_step_has_its_cosines(tmp_path) -> None:
     pd.DataFrame({"step": [1, 2, 3], "gate/cosines": ["0.5", "-0.25", None]}).to_csv(tmp_path / "log.csv")
     figure = plot_cosines(pd.read_csv(tmp_path / "log.csv"))
-    assert bar_heights(figure, "accepted").sum() == bar_heights(figure, "rejected").sum() == 1
+    assert bar_heights(figure, "positive").sum() == bar_heights(figure, "not positive").sum() == 1
 
 
 def test_confusion_cells_show_the_counts_and_zeros_stay_blank() -> None:

@@ -118,14 +118,24 @@ def test_separate_steps_are_those_of_the_method_written_out(
 
 
 @pytest.mark.parametrize(
-    ("mode", "events"),
+    ("settings", "events"),
     [
-        ("separate", ["forward", "backward 1", "reduce 1", "forward", "forward", "backward 0", "reduce 0"]),
-        ("joint", ["forward", "forward", "forward", "backward 0", "reduce 0", "backward 1", "reduce 1"]),
+        (
+            {"batchnorm": "separate"},
+            ["forward", "backward 1", "reduce 1", "forward", "forward", "backward 0", "reduce 0"],
+        ),
+        (
+            {"batchnorm": "joint"},
+            ["forward", "forward", "forward", "backward 0", "reduce 0", "backward 1", "reduce 1"],
+        ),
+        (  # guesses come first, for there are no logits of the loss yet
+            {"batchnorm": "separate", "gate": "per_example"},
+            ["forward", "forward", "backward 0", "reduce 0", "forward", "backward 1", "reduce 1"],
+        ),
     ],
 )
 def test_the_first_gradient_is_reduced_while_the_second_is_computed(
-    mode: str, events: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    settings: dict, events: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And where batch norm is separate, the first graph is gone before the second one is built."""
     found: list[str] = []
@@ -140,7 +150,7 @@ def test_the_first_gradient_is_reduced_while_the_second_is_computed(
     )
     model = tiny_wide_resnet()
     model.register_forward_pre_hook(lambda m, _: found.append("forward") if m.training else None)
-    make_trainer(tmp_path, model, Telling, batchnorm=mode, max_steps=1).train()
+    make_trainer(tmp_path, model, Telling, max_steps=1, **settings).train()
     assert found == events
 
 

@@ -158,7 +158,11 @@ def describe_training(run: RunFolder) -> str:
         lines[0] += f" The weights are those of step {metrics['best_step']:,}, the best on validation images."
     if metrics.get("gate_open_rate") is not None:
         share = 100 * metrics["gate_open_rate"]
-        lines[0] += f" The gate let the unlabeled gradient pass in {share:.1f} % of the steps."
+        lines[0] += (
+            f" The gate kept {share:.1f} % of the unlabeled images that had a gradient."
+            if metrics["gate"] == "per_example"
+            else f" The gate let the unlabeled gradient pass in {share:.1f} % of the steps."
+        )
     rows = [[escape(name), escape(value, 200)] for name, value in sorted(shared(run.recipe).items())]
     if rows:
         lines += ["Settings that differ from their defaults:", table(["setting", "value"], rows)]

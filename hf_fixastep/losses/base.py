@@ -80,6 +80,11 @@ class SemiSupervisedLoss(Method, nn.Module):
             return loss / (y @ self.class_weights.to(y.dtype)).mean()
         return loss
 
+    @property
+    def in_parts(self) -> bool:
+        """Whether the two losses can be had one after the other, with one graph at a time."""
+        return self.separable and self.batchnorm == "separate"
+
     def labeled_part(self, model: nn.Module, batch: SemiBatch) -> Tensor:
         """The labeled loss alone, for a separable loss whose batch norm is separate."""
         return self.labeled_loss(model(pixel_values=batch.x).logits, batch.y)

@@ -14,7 +14,8 @@ class FixMatch(SemiSupervisedLoss):
 
     Args:
         threshold: confidence that a pseudo-label needs to count.
-        temperature: divides the weak view's logits before the confidence is read.
+        temperature: divides the logits of both views, before the confidence is read and in the cross-entropy;
+            below 1 where the softmax of a pretrained head is flat.
     """
 
     name = "fixmatch"
@@ -47,5 +48,6 @@ class FixMatch(SemiSupervisedLoss):
         labeled, strong, weak = self.logits(model, batch, "strong", targets=("weak",))
         confidence, pseudo_labels = (weak / self.temperature).softmax(-1).max(-1)
         mask = (confidence >= self.threshold).to(strong.dtype)
-        unlabeled = (F.cross_entropy(strong, pseudo_labels, reduction="none") * mask).mean()
+        unlabeled = F.cross_entropy(strong / self.temperature, pseudo_labels, reduction="none")
+        unlabeled = (unlabeled * mask).mean()
         return Losses(self.labeled_loss(labeled, batch.y), unlabeled, {"mask_rate": mask.mean()})

@@ -12,7 +12,7 @@ import yaml
 
 FIGURES = {
     "losses.png": "Losses and validation accuracy over the training",
-    "gate.png": "How often the gate was open, and the cosine of the two gradients",
+    "gate.png": "How much the gate kept, and the cosine of the two gradients",
     "cosines.png": "The cosines of all steps",
     "confusion.png": "True and predicted classes of the test images",
 }

@@ -27,7 +27,7 @@ from hf_fixastep.checks import check_choice
 
 
 LABELED, UNLABELED = 0, 1
-GATES = ("drop", "project", "layerwise", "off")
+GATES = ("drop", "project", "layerwise", "per_example", "off")
 LARGEST = 2.0**64  # a gradient of this norm counts as not finite: in float32 its square is infinite
 
 
@@ -119,7 +119,8 @@ class GradientSlots:
         Args:
             weight: lambda; it multiplies after the decision.
             policy: drop (reject the unlabeled gradient unless the inner product is positive), project (remove
-                its component against the labeled one), layerwise (drop, tensor by tensor), off (always keep).
+                its component against the labeled one), layerwise (drop, tensor by tensor), off (always keep),
+                per_example (the same: an `ExampleGate` has chosen before).
             pass_overflow: write NaN when a gradient is not finite, so that a GradScaler skips and backs off.
         """
         check_choice("gate", policy, GATES)
@@ -129,10 +130,7 @@ class GradientSlots:
         if policy == "layerwise":
             opened = self._add_layerwise(weight, unlabeled_finite)
         else:
-            opened = {"drop": dot > 0, "project": dot >= 0, "off": torch.ones_like(dot, dtype=torch.bool)}[
-                policy
-            ]
-            opened = opened & unlabeled_finite
+            opened = {"drop": dot > 0, "project": dot >= 0}.get(policy, True) & unlabeled_finite
             # where, never a product with 0: a rejected gradient may hold inf or NaN.
             pull_back = torch.where((dot < 0) & labeled_finite, dot / labeled_square, 0.0)
             for labeled, unlabeled in self._chunks():

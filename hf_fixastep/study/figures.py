@@ -121,7 +121,7 @@ def plot_sensitivity(runs: pd.DataFrame, metric: str = "test_accuracy") -> Figur
 
 
 def plot_gate_over_time(runs: pd.DataFrame, metric: str = "test_accuracy") -> Figure:
-    """How often the gate was open and the cosine of the gradients; a line for each loss, or each zeta."""
+    """How much the gate kept and the cosine of the gradients; a line for each loss, or each zeta."""
     groups = [group for group in main_groups(group_runs(runs)) if has_log(group)]
     gated = [group for group in groups if group.variant == "+G"]
     full = [group for group in groups if is_full(group)] or gated
@@ -152,7 +152,8 @@ def plot_gate_over_time(runs: pd.DataFrame, metric: str = "test_accuracy") -> Fi
         ticks = {1: 6, 2: 4}.get(len(columns), 3)
         axes.xaxis.set_major_locator(MaxNLocator(ticks, integer=True, steps=[1, 2, 5, 10]))
         axes.xaxis.set_major_formatter(THOUSANDS)
-    grid[0, 0].set(ylabel="Steps with an open gate")
+    of_images = any(group.settings["gate"] == "per_example" for group in full)
+    grid[0, 0].set(ylabel="Kept by the gate" if of_images else "Steps with an open gate")
     grid[0, 0].yaxis.set_major_formatter(percent)
     grid[1, 0].set(ylabel="Cosine of the gradients")
     note = f"Lines: mean over {seeds_of(full)}, smoothed; bands: lowest to highest seed."

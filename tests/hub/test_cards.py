@@ -236,6 +236,12 @@ def test_a_run_without_results_says_so(run):
     assert ModelCard(card).data.eval_results is None
 
 
+def test_the_card_of_a_gate_per_example_counts_images(run):
+    run.metrics["gate"] = "per_example"
+    text = shown_text(body(model_card(run, "org/name", "mit", "Sorting digits.")))
+    assert "The gate kept 62.5 % of the unlabeled images that had a gradient." in text
+
+
 def test_a_training_that_goes_on_says_so(run):
     assert "training goes on" not in model_card(run)
     run.metrics["in_progress"] = True

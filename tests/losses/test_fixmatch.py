@@ -26,7 +26,7 @@ def test_losses_and_gradients_are_those_of_the_formula(mode, temperature, model,
     for target, row in zip(weak.detach(), strong, strict=True):
         confidence, pseudo_label = (target / temperature).softmax(-1).max(-1)
         if confidence >= 0.7:
-            total = total - row.log_softmax(-1)[pseudo_label]
+            total = total - (row / temperature).log_softmax(-1)[pseudo_label]
             confident += 1
     assert 0 < confident < 6
 

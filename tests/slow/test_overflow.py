@@ -15,7 +15,7 @@ from torch import Tensor
 from hf_fixastep import FixAStepTrainer
 from hf_fixastep.losses.base import Losses
 from hf_fixastep.step.batch import SemiBatch
-from hf_fixastep.step.gate import LABELED, UNLABELED
+from hf_fixastep.step.gate import GATES, LABELED, UNLABELED
 from tests.short_runs import EAGER, Recorder, assert_equal, largest_difference, logged, make_trainer, train
 
 
@@ -112,7 +112,18 @@ def bad_steps(happens: int) -> list[float]:
 def test_an_overflow_is_counted_and_shown_and_never_reaches_the_weights(
     place: str, precision: str, value: float, tmp_path: Path
 ) -> None:
-    trainer, recorder = run(place, precision, value, tmp_path)
+    assert_harmless(place, precision, value, tmp_path)
+
+
+@PRECISION
+@PLACE
+def test_the_gate_per_example_hides_no_overflow(place: str, precision: str, tmp_path: Path) -> None:
+    """Not even of rows that it would not keep: a scaler has to learn of them."""
+    assert_harmless(place, precision, -math.inf, tmp_path, gate="per_example")
+
+
+def assert_harmless(place: str, precision: str, value: float, folder: Path, **more: Any) -> None:
+    trainer, recorder = run(place, precision, value, folder, **more)
     gradients, losses = PLACES[place]
     assert trainer.state.global_step == STEPS
     for state in (*recorder.raw, *recorder.averaged):  # running statistics of batch norm included
@@ -136,7 +147,7 @@ def test_without_overflow_the_scaler_changes_nothing(tmp_path: Path) -> None:
     assert largest_difference(runs[0].raw[STEPS], runs[1].raw[STEPS]) < 1e-5
 
 
-@pytest.mark.parametrize("gate", ["drop", "project", "layerwise", "off"])
+@pytest.mark.parametrize("gate", GATES)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_rejected_unlabeled_gradient_leaves_the_step_of_the_labeled_one(
     precision: str, gate: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

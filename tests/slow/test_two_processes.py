@@ -44,7 +44,7 @@ PARTS = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 2}
 # Of each process; the one process that they are compared with has 8 images at once.
 LARGE_BATCHES: dict[str, dict[str, Any]] = {
     **{gate: {"gate": gate} for gate in GATES},
-    **{f"{gate}-parts": {"gate": gate, **PARTS} for gate in ("drop", "project")},
+    **{f"{gate}-parts": {"gate": gate, **PARTS} for gate in ("drop", "project", "per_example")},
 }
 LOGGED = ("loss", "loss/labeled", "loss/unlabeled", "mask_rate", "gate/cosine", "gate/labeled_norm")
 SAVING = {"save_strategy": "steps", "save_steps": 3}
@@ -209,6 +209,8 @@ def assert_same_as_alone(folder: Path, name: str, alone: FixAStepTrainer) -> Non
         assert_near(kept(folder, f"{name}-average", rank), expected.averaged[-1])
     if alone.args.gate in ("drop", "project"):
         assert set(opened) == {0.0, 1.0}
+    if alone.args.gate == "per_example":
+        assert len(set(opened) - {0.0, 1.0}) > 1
 
 
 @pytest.mark.parametrize("name", LARGE_BATCHES)

@@ -135,7 +135,7 @@ def test_the_decision_is_made_in_float32_also_for_half_precision(policy: str) ->
 
 
 def test_an_unknown_policy_is_a_clear_error() -> None:
-    with pytest.raises(ValueError, match=r"dorp.*drop, project, layerwise, off"):
+    with pytest.raises(ValueError, match=r"dorp.*drop, project, layerwise, per_example, off"):
         gated([1.0, 0.0, 0.0], [1.0, 0.0, 0.0], policy="dorp")
 
 

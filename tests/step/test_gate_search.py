@@ -66,8 +66,9 @@ def reference(policy: str, weight: float, labeled: list[Tensor], unlabeled: list
         keep = [bool(product > 0) and finite[1] for product in products]
         undecidable = any(bound > 0 and abs(p) <= bound for p, bound in zip(products, bounds, strict=True))
     else:
-        keep = [finite[1] and (policy == "off" or dot > 0 or (policy == "project" and dot >= 0))] * len(first)
-        undecidable = policy != "off" and sum(bounds) > 0 and abs(dot) <= sum(bounds)
+        always = policy in ("off", "per_example")
+        keep = [finite[1] and (always or dot > 0 or (policy == "project" and dot >= 0))] * len(first)
+        undecidable = not always and sum(bounds) > 0 and abs(dot) <= sum(bounds)
     removed = dot / norms[0] ** 2 if policy == "project" and all(finite) and dot < 0 else 0.0
     update, rounding = [], []
     for a, b, kept, precision in zip(first, second, keep, precisions, strict=True):

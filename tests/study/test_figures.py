@@ -118,6 +118,15 @@ def test_the_gate_over_time_has_a_line_per_loss_or_per_zeta() -> None:
     np.testing.assert_allclose(line(figure.axes[1], "zeta 100").get_ydata(), expected[0])
 
 
+@pytest.mark.parametrize(
+    ("gate", "words"), [("drop", "Steps with an open gate"), ("per_example", "Kept by the gate")]
+)
+def test_the_gate_over_time_says_steps_only_where_steps_are_counted(gate: str, words: str) -> None:
+    runs = study(losses=("vat",))
+    runs.loc[runs.gate != "off", "gate"] = gate
+    assert plot_gate_over_time(runs).axes[0].get_ylabel() == words
+
+
 def test_no_two_methods_of_a_column_look_alike() -> None:
     assert len(COLOURS) == len(MARKERS) == len(RIVALS) == len(set(COLOURS)) == len(set(MARKERS))
     looks = [
