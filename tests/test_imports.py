@@ -67,12 +67,12 @@ ALLOWED = {
     "hub": {"data", "evaluation.intervals", "methods", "models", "runs.report"},
     "data": {"_compat.datasets_builder", "_compat.datasets_private", "hub.client", "hub.texts"},
     "evaluation": {"data", "hub.client"},
+    "features.probe": {"evaluation.calibration"},
     "plots": set(),
     "echo.evaluation": {"data", "echo", "evaluation", "runs"},
     "echo.prediction": {"data", "echo", "evaluation", "runs"},
     "echo.report": {"evaluation", "plots"},
     "echo": {"data"},
-    # pretrained networks
     "features": {"data", "step"},
     # runs, studies and commands
     "runs.recipe": set(),
@@ -190,12 +190,15 @@ def test_the_losses_were_found() -> None:
     assert len(LOSS_FILES) >= 7
 
 
-def test_a_step_imports_no_hugging_face_library_and_nothing_that_does() -> None:
-    seen, todo = set(), [name for name in SOURCES if inside(name, {"step"})]
+@pytest.mark.parametrize(
+    ("package", "refused"), [("step", HUGGING_FACE), ("features.probe", {*HUGGING_FACE, "torch"})]
+)
+def test_these_import_none_of_these_libraries_and_nothing_that_does(package: str, refused: set[str]) -> None:
+    seen, todo = set(), [name for name in SOURCES if inside(name, {package})]
     while todo:
         name = todo.pop()
         seen.add(name)
-        assert not {full.split(".")[0] for full in imports(name)} & HUGGING_FACE, name
+        assert not {full.split(".")[0] for full in imports(name)} & refused, name
         todo += ours(name) - seen
 
 

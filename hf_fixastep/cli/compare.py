@@ -58,7 +58,7 @@ def print_comparison(found: Comparison) -> None:
         console.print(f"\n[bold]{question}[/bold]")
         for answer in answers:
             console.print(f"  {answer}", highlight=False, soft_wrap=True)
-    if (number := len(found.helps) + len(found.gains)) > 10:
+    if (number := len(found.beats) + len(found.helps) + len(found.gains)) > 10:
         console.print(
             f"Of {number} such intervals about {number / 20:.0f} would miss 0 if nothing made a difference."
         )
@@ -71,16 +71,18 @@ def comparison_table(found: Comparison) -> Table:
     data = [data_of(group).split(", ") for group in found.groups]
     common = [word for word in data[0] if all(word in words for words in data)]
     title = f"{', '.join(common)}: {found.metric.replace('_', ' ')} in percent, with 95 % intervals"
-    table = Table("data", "runs", "seeds", "mean", "against labeled-only", "against its base", title=title)
-    helps, gains = ({id(each.first): each.interval for each in part} for part in (found.helps, found.gains))
+    columns = {"against labeled-only": found.helps, "against its base": found.gains}
+    if found.beats:
+        columns = {"against the probe": found.beats} | columns
+    table = Table("data", "runs", "seeds", "mean", *columns, title=title)
+    differences = [{id(each.first): each.interval for each in part} for part in columns.values()]
     for group, mean, more, words in zip(found.groups, found.means, details(found.groups), data, strict=True):
         table.add_row(
             ", ".join(word for word in words if word not in common),
             ", ".join(filter(None, [name_of(group), more])),
             str(mean.seeds),
             f"{100 * mean.mean:.1f} ({100 * mean.low:.1f} to {100 * mean.high:.1f})",
-            points(helps.get(id(group))),
-            points(gains.get(id(group))),
+            *(points(part.get(id(group))) for part in differences),
         )
     return table
 

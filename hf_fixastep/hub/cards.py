@@ -11,12 +11,17 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from hf_fixastep.data.registry import DATASETS
 from hf_fixastep.evaluation.intervals import recalls_of, wilson
 from hf_fixastep.hub.texts import escape, plain, shared, template_path
-from hf_fixastep.methods import CITATIONS, METHODS
+from hf_fixastep.methods import BASELINES, CITATIONS, METHODS
 from hf_fixastep.models import WideResNetConfig
 from hf_fixastep.runs.folder import FIGURES, RunFolder
 
 
 NO_LICENSE = "Not stated yet."
+COMPARED = ("validation_accuracy", "test_accuracy", "test_balanced_accuracy")
+BESIDE = (
+    "On the same images, without unlabeled ones: `probe` is logistic regression on the features of the "
+    "network that the training started from, `labeled-only` the same training on the labeled images alone."
+)
 NO_HEARTS = "What the model learned says nothing about hearts."
 
 FIX_A_STEP = """@inproceedings{huang2023fixastep,
@@ -110,9 +115,9 @@ def summary(run: RunFolder) -> str:
 
 def method(metrics: Mapping[str, Any]) -> str:
     name = metrics.get("procedure") or metrics["loss"]
-    base = METHODS.get(name) or escape(name)
+    base = METHODS.get(name) or BASELINES.get(name) or escape(name)
     gate, mixing = metrics["gate"] != "off", metrics["mix_labeled"]
-    if metrics["loss"] == "supervised" or not (gate or mixing):
+    if metrics["loss"] in ("supervised", *BASELINES) or not (gate or mixing):
         return base
     parts = "" if gate and mixing else " (its gate alone)" if gate else " (its mixing alone)"
     return f"{base} and Fix-A-Step{parts}"
@@ -192,9 +197,21 @@ def describe_results(run: RunFolder) -> str:
     ]
     if any(row[0] == "validation" for row in rows) and metrics.get("best_step"):
         lines[1] += " The step was chosen on the validation images, so that their numbers are too good."
+    if beside := baseline_rows(metrics):
+        names = [name.replace("_", " ") for name in COMPARED]
+        lines += [BESIDE, table(["", *names], beside)]
     if per_class := recall_rows(run):
         lines.append(table(["class", "test images", "recall"], per_class))
     return "\n\n".join(lines)
+
+
+def baseline_rows(metrics: Mapping[str, Any]) -> list[list[str]]:
+    """This model and the baselines beside it, where the run has measured them."""
+    rows = [
+        [escape(name), *("" if scores.get(each) is None else percent(scores, each) for each in COMPARED)]
+        for name, scores in {"this model": metrics, **(metrics.get("baselines") or {})}.items()
+    ]
+    return rows if len(rows) > 1 else []
 
 
 def recall_rows(run: RunFolder) -> list[list[str]]:

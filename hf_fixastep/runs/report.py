@@ -29,6 +29,8 @@ class RunReport:
         self.trainer = trainer
         self.dataset: dict[str, Any] = {}  # name, config and whether it is medical, where someone knows
         self.recipe: dict[str, Any] | None = None  # the settings given, where someone knows
+        # "probe" and "labeled-only", each with its test_accuracy and the like, where they were measured
+        self.baselines: dict[str, dict[str, float]] = {}
 
     @property
     def folder(self) -> Path:
@@ -65,6 +67,7 @@ class RunReport:
             "dataset": self.dataset | {"hashes": hashes},
             "parameters": sum(p.numel() for p in trainer.core_model.parameters()),
             "started_from": getattr(trainer.core_model.config, "name_or_path", None) or None,
+            **({"baselines": self.baselines} if self.baselines else {}),
             "speed": self.speed(),
             "versions": versions(),
         }

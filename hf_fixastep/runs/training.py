@@ -142,12 +142,16 @@ def raw_metrics(trainer: FixAStepTrainer, images: Examples) -> dict[str, float]:
 def print_table(metrics: dict[str, Any], folder: Path, figures: list[Path]) -> None:
     name = metrics["procedure"] or metrics["loss"]
     title = f"{name}, gate {metrics['gate']}, mix_labeled {metrics['mix_labeled']}"
-    table = Table("", "value", title="PHANTOM DATA, " * metrics["dataset"]["phantom"] + title)
+    baselines = metrics.get("baselines") or {}
+    title = "PHANTOM DATA, " * metrics["dataset"]["phantom"] + title
+    table = Table("", "this run" if baselines else "value", *baselines, title=title)
     images = metrics["images"]
     table.add_row("images", ", ".join(f"{count} {name}" for name, count in images.items()))
     for name in ("validation_accuracy", "test_accuracy", "test_balanced_accuracy", "gate_open_rate"):
         if metrics.get(name) is not None:
-            table.add_row(name.replace("_", " "), f"{100 * metrics[name]:.1f} %")
+            shares = [part.get(name) for part in (metrics, *baselines.values())]
+            cells = ["" if share is None else f"{100 * share:.1f} %" for share in shares]
+            table.add_row(name.replace("_", " "), *cells)
     table.add_row("model", str(folder))
     table.add_row("figures", ", ".join(figure.name for figure in figures))
     Console().print(table)

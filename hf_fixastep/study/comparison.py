@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from hf_fixastep.methods import METHODS
+from hf_fixastep.config import FixAStepConfig
+from hf_fixastep.methods import BASELINES, METHODS
 from hf_fixastep.runs.recipe import read_mapping
 from hf_fixastep.study.statistics import (
     DRAWS,
@@ -28,8 +29,9 @@ from hf_fixastep.study.statistics import (
 
 
 TEST_METRICS = ("test_accuracy", "test_balanced_accuracy")
-LABELED_ONLY, BASE, FIX_A_STEP = "labeled-only", "base", "Fix-A-Step"
-VARIANTS = (LABELED_ONLY, BASE, "+G", "+A", FIX_A_STEP)
+LABELED_ONLY, PROBE, BASE, FIX_A_STEP = "labeled-only", "probe", "base", "Fix-A-Step"
+VARIANTS = (LABELED_ONLY, *BASELINES, BASE, "+G", "+A", FIX_A_STEP)
+TITLES = {**METHODS, **BASELINES}
 UNMIXED = ("mixmatch", "mtcf")  # they mix by themselves, so that Fix-A-Step is the gate alone
 
 REPEATS = ("seed", "split_seed")
@@ -54,6 +56,10 @@ WITHOUT_EFFECT = (
     ),
     *("resume_from_checkpoint", "ignore_changed_settings", "per_device_eval_batch_size", "push_to_hub"),
 )
+WITHOUT_PILE = (LABELED_ONLY, *BASELINES)
+TRAINING = {each.name for each in fields(FixAStepConfig)} - {
+    "loss_kwargs"
+}  # without effect in what is fitted
 KINDS_WITHOUT_EFFECT = ("logging_", "log_", "save_", "dataloader_", "hub_")
 
 
@@ -98,6 +104,7 @@ class Comparison:
     Args:
         gains: of Fix-A-Step, +A and +G over their own base.
         helps: of everything that uses unlabeled images over labeled-only.
+        beats: of everything else over the probe, where there is one.
         missing: what could not be compared or not fully, by the reason.
         notes: what else a reader has to know, one sentence each.
     """
@@ -107,6 +114,7 @@ class Comparison:
     means: list[Interval]
     gains: list[Difference] = field(default_factory=list)
     helps: list[Difference] = field(default_factory=list)
+    beats: list[Difference] = field(default_factory=list)
     missing: dict[str, list[str]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
@@ -121,17 +129,28 @@ def compare(runs: pd.DataFrame, metric: str = TEST_METRICS[0]) -> Comparison:
     left_out = len(runs) - sum(len(group.runs) for group in groups)
     if left_out:
         found.notes.append(f"Left out: {count(left_out, 'run')} with the settings and seeds of another one.")
+    compare_with_probe(found, groups)
     for group in groups:
-        if group.variant == LABELED_ONLY:
+        if group.variant in WITHOUT_PILE:
             continue
         if group.variant != BASE:
             add_difference(found, found.gains, group, own_base(group, groups), "base")
-        add_difference(found, found.helps, group, labeled_only_of(group, groups, found.notes), LABELED_ONLY)
+        alone = baseline_of(group, groups, LABELED_ONLY, found.notes)
+        add_difference(found, found.helps, group, alone, LABELED_ONLY)
     found.notes = [
         *dict.fromkeys(found.notes),
         *(f"{why}: {'; '.join(names)}." for why, names in found.missing.items()),
     ]
     return found
+
+
+def compare_with_probe(found: Comparison, groups: Sequence[Group]) -> None:
+    """Add to `beats` how much better these groups are than the probe of their kind, if there are probes."""
+    if any(group.variant == PROBE for group in found.groups):
+        for group in groups:
+            if group.variant != PROBE:
+                probe = baseline_of(group, found.groups, PROBE, found.notes)
+                add_difference(found, found.beats, group, probe, PROBE)
 
 
 def check_columns(runs: pd.DataFrame, needed: Sequence[str]) -> None:
@@ -171,9 +190,12 @@ def what_matters(run: pd.Series) -> dict[str, Any]:
     if not found["mix_labeled"]:
         found |= dict.fromkeys(MIXING)
         given.pop("mix_pool", None)
-    if found["variant"] == LABELED_ONLY:
+    if found["variant"] in WITHOUT_PILE:
         found |= dict.fromkeys(("zeta", "gate", "mix_labeled", "batchnorm")) | {"oracle": False}
         given = {name: value for name, value in given.items() if not name.startswith("unlabeled_")}
+    if found["variant"] in BASELINES:
+        found |= dict.fromkeys(("preset", "max_steps", *MIXING))
+        given = {name: value for name, value in given.items() if name not in TRAINING}
     return {name: value for name, value in given.items() if name not in found and value is not None} | found
 
 
@@ -187,7 +209,7 @@ def plain(value: Any) -> Any:
 
 def order_of(group: Group) -> tuple[Any, ...]:
     s = group.settings
-    methods = list(METHODS)
+    methods = ["supervised", *BASELINES, *METHODS]
     place = methods.index(group.method) if group.method in methods else len(methods)
     data = (s["dataset"], s["dataset_config"] or "", s["labels_per_class"] or 0)
     zeta = -1 if s["zeta"] is None else s["zeta"]
@@ -200,19 +222,21 @@ def own_base(group: Group, groups: Sequence[Group]) -> Group | None:
     return found[0] if found else None
 
 
-def labeled_only_of(group: Group, groups: Sequence[Group], notes: list[str]) -> Group | None:
+def baseline_of(group: Group, groups: Sequence[Group], variant: str, notes: list[str]) -> Group | None:
     """Of the same data, labels and network; of several the one nearest in length, then best in validation."""
-    same = ("dataset", "dataset_config", "labels_per_class", "dataset_kwargs", *NETWORK)
+    same = {"dataset", "dataset_config", "labels_per_class", "dataset_kwargs", *NETWORK}
+    if variant == PROBE:  # which is fitted to the frozen network
+        same -= {"trainable", "lora_rank"}
 
     def fits(other: Group) -> bool:
         return all(other.settings.get(name) == group.settings.get(name) for name in same)
 
-    found = [other for other in groups if other.variant == LABELED_ONLY and fits(other)]
+    found = [other for other in groups if other.variant == variant and fits(other)]
     for name in ("max_steps", "preset"):
         found = [other for other in found if other.settings[name] == group.settings[name]] or found
     if len(found) > 1:
         notes.append(
-            "Of several kinds of labeled-only runs the best one by validation accuracy is compared with."
+            f"Of several kinds of {variant} runs the best one by validation accuracy is compared with."
         )
     return max(found, key=lambda other: other.runs["validation_accuracy"].mean(), default=None)
 
@@ -243,14 +267,22 @@ def add_difference(
 
 
 def name_of(group: Group) -> str:
-    """Such as FixMatch + Fix-A-Step."""
+    """Such as FixMatch + Fix-A-Step, or FixMatch +G per example."""
     if group.variant == LABELED_ONLY:
         return LABELED_ONLY
-    name = METHODS.get(group.method, group.method)
+    name = TITLES.get(group.method, group.method)
     if group.settings["oracle"]:
         name += " with perfect filtering"
-    endings = {BASE: "", FIX_A_STEP: " + Fix-A-Step"}
-    return name + endings.get(group.variant, f" {group.variant}")
+    if group.variant in (BASE, *BASELINES):
+        return name
+    return f"{name} {'+ ' * (group.variant == FIX_A_STEP)}{switches_of(group)}"
+
+
+def switches_of(group: Group) -> str:
+    """The variant, and the policy of the gate unless it is that of the paper: +G, +G per example."""
+    gate = group.settings["gate"]
+    policy = "" if gate in (None, "off", "drop") else f" {gate.replace('_', ' ')}"
+    return group.variant + policy
 
 
 def data_of(group: Group) -> str:
@@ -276,8 +308,9 @@ def details(groups: Sequence[Group]) -> list[str]:
 
 
 def questions(found: Comparison) -> dict[str, list[str]]:
-    """The answers to both questions, one for each method and data."""
+    """The answers to all questions, one for each method and data."""
     asked = {
+        "Did it beat the probe?": found.beats,
         "Did the unlabeled data help against labeled-only?": found.helps,
         "Did Fix-A-Step help its base?": found.gains,
     }
@@ -285,7 +318,7 @@ def questions(found: Comparison) -> dict[str, list[str]]:
     told: dict[str, list[str]] = {}
     for question, differences in asked.items():
         for each in differences:
-            if each.first.variant == BASE or is_full(each.first):
+            if differences is found.beats or each.first.variant == BASE or is_full(each.first):
                 words = ", ".join(
                     filter(None, [name_of(each.first), data_of(each.first), more[id(each.first)]])
                 )
@@ -316,7 +349,11 @@ def as_dict(found: Comparison) -> dict[str, Any]:
         for group, mean in zip(found.groups, found.means, strict=True)
     ]
     how = {"metric": found.metric, "draws": DRAWS, "level": 1 - 2 * TAIL}
-    differences = {"against_labeled_only": told(found.helps), "against_base": told(found.gains)}
+    differences = {
+        "against_probe": told(found.beats),
+        "against_labeled_only": told(found.helps),
+        "against_base": told(found.gains),
+    }
     return {**how, "rows": rows, **differences, "sentences": sentences(found), "notes": found.notes}
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +13,23 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from hf_fixastep.methods import METHODS, RIVALS
+from hf_fixastep.methods import BASELINES, METHODS, RIVALS
 from hf_fixastep.plots import BLACK, BLUE, GREEN, ORANGE, RESOLUTION, THOUSANDS, WIDTH, percent, tidy
 from hf_fixastep.study.comparison import (
     BASE,
     FIX_A_STEP,
     LABELED_ONLY,
     MIXING,
+    PROBE,
     VARIANTS,
+    Comparison,
     Group,
+    compare_with_probe,
     group_runs,
     is_full,
+    name_of,
     own_base,
+    switches_of,
 )
 from hf_fixastep.study.statistics import Interval, count, mean_interval
 
@@ -161,11 +166,58 @@ def plot_gate_over_time(runs: pd.DataFrame, metric: str = "test_accuracy") -> Fi
     return figure
 
 
+def plot_against_probe(runs: pd.DataFrame, metric: str = "test_accuracy") -> Figure:
+    """Accuracy minus that of the probe over zeta, a line per method and a panel per variant and gate."""
+    found = Comparison(metric, group_runs(runs), [])
+    kept = [group for group in main_groups(found.groups, name_of) if not group.settings["oracle"]]
+    compare_with_probe(found, kept)
+    lines = [each for each in found.beats if each.first.settings["zeta"] is not None]
+    zetas = sorted({each.first.settings["zeta"] for each in lines})
+    if len(zetas) < 2:
+        raise ValueError("accuracy against the probe needs probe runs, and others of at least two zeta")
+    order = {(VARIANTS.index(each.first.variant), switches_of(each.first)) for each in lines}
+    names = [name for _, name in sorted(order)]
+    columns = len(names) if len(names) < 5 else 3
+    rows = -(-len(names) // columns)
+    figure = Figure((WIDTH, 2.4 * rows + 1.4), facecolor="white", layout="constrained")
+    grid = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
+    panels = list(grid.flat)[: len(names)]
+    for axes in grid.flat[len(names) :]:
+        axes.set_visible(False)
+    for axes, name in zip(panels, names, strict=True):
+        tidy(axes)
+        inside = [each for each in lines if switches_of(each.first) == name]
+        methods = [method for method, _ in by_method([each.first for each in inside])]
+        for number, method in enumerate(methods):
+            points = [each for each in inside if each.first.method == method]
+            apart = 0.02 * (zetas[-1] - zetas[0]) * (number - (len(methods) - 1) / 2)  # so that whiskers show
+            x = [each.first.settings["zeta"] + apart for each in points]
+            whiskers(axes, x, [each.interval for each in points], "", **style(method), markersize=5)
+        axes.axhline(0, color=BLACK, linewidth=1.6, label=PROBE, zorder=1.5)
+        for each in found.beats:
+            if each.first.settings["zeta"] is None:
+                dashes = "--" if is_labeled_only(each.first) else ":"
+                axes.axhline(each.interval.mean, color="black", linestyle=dashes, label=name_of(each.first))
+        axes.set_title(name, size=10)
+        axes.set(xticks=zetas, xlim=widened(zetas))
+        axes.set_xticklabels([f"{zeta:g}" if columns < 3 or zeta in (0, 50, 100) else "" for zeta in zetas])
+        axes.tick_params(labelbottom=True)
+        axes.yaxis.set_major_formatter(lambda share, _: f"{100 * share:+.3g}" if share else "0")
+    figure.supylabel(f"{AXIS_TITLES[metric]} minus the probe's, points", size=10)
+    over = " or ".join(sorted({each.interval.over for each in lines}))
+    note = (
+        f"Lines: mean over {seeds_of([each.first for each in lines])}; whiskers: 95 % intervals over {over}."
+    )
+    finish(figure, panels, "zeta, percent of unlabeled classes that are foreign", note)
+    return figure
+
+
 STUDY_FIGURES: dict[str, Callable[[pd.DataFrame, str], Figure]] = {
     "accuracy_over_zeta": plot_zeta,
     "ablation": plot_ablation,
     "sensitivity": plot_sensitivity,
     "gate_over_time": plot_gate_over_time,
+    "against_probe": plot_against_probe,
 }
 
 
@@ -181,11 +233,12 @@ def save(figure: Figure, path: Path) -> list[Path]:
 # ---- which groups
 
 
-def main_groups(groups: Sequence[Group]) -> list[Group]:
-    """Of a method's variants with several settings those with most runs, so that a figure has one of each."""
-    families: dict[tuple[str, str, bool], dict[str, list[Group]]] = {}
+def main_groups(groups: Sequence[Group], kind: Callable[[Group], Hashable] | None = None) -> list[Group]:
+    """Of the settings of each kind (method and variant) those with most runs: a figure has one of each."""
+    families: dict[Hashable, dict[str, list[Group]]] = {}
     for group in groups:
-        family = families.setdefault((group.method, group.variant, bool(group.settings["oracle"])), {})
+        usual = group.method, group.variant, bool(group.settings["oracle"])
+        family = families.setdefault(kind(group) if kind else usual, {})
         family.setdefault(group.key(without=("zeta",)), []).append(group)
     chosen = [max(family.values(), key=number_of_runs) for family in families.values()]
     return [group for group in groups if any(group is other for each in chosen for other in each)]
@@ -196,7 +249,9 @@ def number_of_runs(groups: Sequence[Group]) -> int:
 
 
 def left_out(runs: pd.DataFrame) -> int:
-    """How many kinds of runs the figures but the sensitivity leave out, as they show one of each."""
+    """How many kinds of runs the figures leave out, as they show one of each; but for the sensitivity, and
+    that against the probe, which has all gates.
+    """
     groups = group_runs(runs)
     return len(groups) - len(main_groups(groups))
 
@@ -332,8 +387,8 @@ def finish(figure: Figure, panels: Sequence[Axes], label: str, note: str, ncols:
     for axes in panels:
         for handle, name in zip(*axes.get_legend_handles_labels(), strict=True):
             handles.setdefault(name, handle)
-    order = [name for name in handles if name not in (*BARS, LABELED_ONLY)]
-    order += [name for name in (*BARS, LABELED_ONLY) if name in handles]
+    last = (*BARS, LABELED_ONLY, *BASELINES.values())
+    order = [name for name in handles if name not in last] + [name for name in last if name in handles]
     looks = {"ncols": ncols, "frameon": False, "columnspacing": 1.2, "handlelength": 2.4}
     figure.legend([handles[name] for name in order], order, loc="outside upper left", **looks)
     figure.supxlabel(f"{label}\n{note}".strip(), size=9.5)

@@ -11,7 +11,7 @@ import pandas as pd
 
 from hf_fixastep.config import FixAStepConfig
 from hf_fixastep.disk import write_atomically
-from hf_fixastep.methods import preset
+from hf_fixastep.methods import BASELINES, preset
 from hf_fixastep.runs.folder import LOG, METRICS, PREDICTIONS, RECIPE
 from hf_fixastep.runs.recipe import read_mapping, read_yaml
 
@@ -87,7 +87,7 @@ def read_run(folder: Path) -> dict[str, Any]:
         "test_labels": answers["label"].tolist(),
         "test_predictions": answers["prediction"].tolist(),
         **{f"hash_{name}": data["hashes"].get(name) for name in SPLITS},
-        **curves(pd.read_csv(folder / LOG)),
+        **curves(read_log(folder / LOG)),
         "seconds": finished.get("seconds"),
         "resumed": finished.get("resumed"),
         "steps_per_second": speed.get("steps_per_second"),
@@ -98,6 +98,8 @@ def read_run(folder: Path) -> dict[str, Any]:
 
 
 def variant(facts: dict[str, Any]) -> str:
+    if facts["loss"] in BASELINES:
+        return facts["loss"]
     if facts["loss"] == "supervised" and not facts["procedure"]:
         return "labeled-only"
     names = {(False, False): "base", (True, False): "+G", (False, True): "+A", (True, True): "Fix-A-Step"}
@@ -115,6 +117,11 @@ def zeta_of(config: str | None) -> float:
     """Percent of foreign classes, for the data sets that count them."""
     number = (config or "").removeprefix("zeta").split("-")[0]
     return float(number) if number.isdigit() else float("nan")
+
+
+def read_log(path: Path) -> pd.DataFrame:
+    """Without rows for what was fitted and not trained."""
+    return pd.read_csv(path) if path.is_file() else pd.DataFrame({"step": []})
 
 
 def curves(log: pd.DataFrame) -> dict[str, list[float]]:

@@ -8,7 +8,7 @@ import pandas as pd
 import pytest
 
 from hf_fixastep.cli import compare
-from tests.study.tables import run, study
+from tests.study.tables import probes, run, study
 
 
 def write(runs: pd.DataFrame, folder: Path) -> Path:
@@ -31,6 +31,21 @@ def test_a_table_gives_text_numbers_and_figures(tmp_path, capsys) -> None:
     drawn = {path.name for path in folder.iterdir()} - {"comparison.json", "results.parquet"}
     names = ("accuracy_over_zeta", "ablation", "gate_over_time")
     assert drawn == {f"{name}.{kind}" for name in names for kind in ("png", "svg")}
+
+
+def test_a_probe_adds_a_column_a_question_and_a_figure(tmp_path, capsys) -> None:
+    runs = study(losses=("vat",), zetas=(0, 50))
+    headings = [column.header for column in compare.comparison_table(compare.compare(runs)).columns]
+    assert headings[4:] == ["against labeled-only", "against its base"]
+    folder = write(pd.concat([runs, probes()]), tmp_path / "with")
+    compare.main([str(folder)])
+    assert "Did it beat the probe?" in capsys.readouterr().out
+    found = compare.comparison_table(compare.compare(pd.concat([runs, probes()])))
+    assert [column.header for column in found.columns] == [*headings[:4], "against the probe", *headings[4:]]
+    (row,) = [number for number, name in enumerate(found.columns[1].cells) if name == "labeled-only"]
+    assert list(found.columns[4].cells)[row].startswith("-3.0 (")
+    assert len(json.loads((folder / "comparison.json").read_text())["against_probe"]) == 9
+    assert (folder / "against_probe.png").is_file()
 
 
 def test_the_outcome_goes_where_it_is_wanted_by_the_wanted_metric(tmp_path) -> None:

@@ -221,6 +221,21 @@ def test_the_card_names_the_method_that_was_used(run, gate, mixing, words):
     assert words in model_card(run)
 
 
+def test_the_baselines_stand_beside_the_model_where_they_were_measured(run):
+    assert "| this model |" not in model_card(run)
+    run.metrics["baselines"] = {"probe": {"validation_accuracy": 0.77, "test_accuracy": 0.8125}}
+    lines = model_card(run).splitlines()
+    first = lines.index("|  | validation accuracy | test accuracy | test balanced accuracy |")
+    assert lines[first + 2].startswith("| this model |  | 87.5 % (")
+    assert lines[first + 3] == "| probe | 77.0 % | 81.2 % |  |"
+
+
+@pytest.mark.parametrize(("loss", "words"), [("probe", "probe"), ("neighbours", "k nearest neighbours")])
+def test_a_fitted_baseline_has_neither_gate_nor_mixing_in_its_name(run, loss, words):
+    run.metrics |= {"loss": loss, "gate": "drop", "mix_labeled": False}
+    assert f"trained with {words} on 30 labeled" in model_card(run)
+
+
 def test_only_classes_that_were_tested_have_a_recall(run):
     rows = [line for line in model_card(run).splitlines() if re.match(r"\| (cat|dog|owl) ", line)]
     assert [row.split(" | ")[:2] for row in rows] == [["| cat", "30"], ["| dog", "10"]]
@@ -297,7 +312,9 @@ def test_a_text_is_shown_as_it_is_and_does_nothing(text):
 
 @pytest.mark.parametrize("text", HOSTILE, ids=lambda text: ascii(text[:20]))
 def test_nothing_breaks_out_of_the_card(run, text):
+    run.metrics["baselines"] = {"probe": {"test_accuracy": 0.5}}
     ordinary = model_card(run, "org/name", "mit", "word")
+    run.metrics["baselines"] = {text: {"test_accuracy": 0.5}}
     write_config(run.folder, [text, "dog", "owl"])
     run.metrics["dataset"] |= {"name": text, "config": text or "x", "hashes": {"labeled": text}}
     run.metrics["versions"] = {"torch": text}

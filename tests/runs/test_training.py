@@ -159,6 +159,24 @@ def test_the_pipeline_sees_the_pixels_that_the_trainer_saw(run):
     )
 
 
+def test_the_table_shows_baselines_beside_the_run(run, capsys):
+    metrics = json.loads((run / "metrics.json").read_text())
+    training.print_table(metrics, run, [])
+    assert "this run" not in capsys.readouterr().out
+    metrics |= {"test_accuracy": 0.8125, "baselines": {"probe": {"test_accuracy": 0.774}, "labeled-only": {}}}
+    training.print_table(metrics, run, [])
+    lines = [re.split(r"\s*[│┃]\s*", line.strip())[1:-1] for line in capsys.readouterr().out.splitlines()]
+    assert ["", "this run", "probe", "labeled-only"] in lines
+    assert ["test accuracy", "81.2 %", "77.4 %", ""] in lines
+
+
+def test_baselines_that_were_measured_are_facts_of_the_run(tmp_path):
+    trainer, *_ = training.prepare(arguments("digits/quickstart.yaml", tmp_path / "run"))
+    assert "baselines" not in trainer.card.facts({})
+    trainer.card.baselines = {"probe": {"test_accuracy": 0.774}}
+    assert trainer.card.facts({})["baselines"] == {"probe": {"test_accuracy": 0.774}}
+
+
 def test_a_finished_run_is_not_written_over(run):
     before = contents(run)
     with pytest.raises(SystemExit, match="holds a run already"):

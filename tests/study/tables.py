@@ -28,7 +28,7 @@ def run(
     easy = np.random.default_rng(7).normal(size=IMAGES) + random.normal(0, 0.7, IMAGES)
     right = np.argsort(np.argsort(-easy)) < round(accuracy * IMAGES)
     predictions = np.where(right, labels, (labels + 1) % CLASSES)
-    steps = [] if variant == "labeled-only" else list(range(10, STEPS + 1, 10))
+    steps = [] if variant in ("labeled-only", "probe", "neighbours") else list(range(10, STEPS + 1, 10))
     cosines = [0.15 * np.exp(-step / 80) + 0.02 + random.normal(0, 0.02) for step in steps]
     gate, mixed = SWITCHES.get(variant, ("drop", False))
     shown = round(accuracy * IMAGES) / IMAGES
@@ -79,6 +79,13 @@ def run(
 
 def balanced(labels: np.ndarray, predictions: np.ndarray) -> float:
     return float(np.mean([np.mean(predictions[labels == name] == name) for name in np.unique(labels)]))
+
+
+def probes(seeds: int = 3, accuracy: float = 0.63, loss: str = "probe", **changes: Any) -> pd.DataFrame:
+    """Runs of a baseline on frozen features, one for each seed of a study."""
+    return pd.DataFrame(
+        [run(loss, loss, accuracy + 0.01 * seed, seed, gate="off", **changes) for seed in range(seeds)]
+    )
 
 
 LEVELS = {"labeled-only": 0.60, "base": 0.62, "+G": 0.64, "+A": 0.65, "Fix-A-Step": 0.68}

@@ -19,7 +19,7 @@ from hf_fixastep.study.statistics import (
     seed_weights,
     stretch,
 )
-from tests.study.tables import run, study
+from tests.study.tables import probes, run, study
 
 
 T_975 = {1: 12.7062, 2: 4.3027, 3: 3.1824, 4: 2.7764, 9: 2.2622}  # as printed in every textbook
@@ -312,6 +312,90 @@ def test_tables_without_runs_or_columns_are_refused_in_one_sentence() -> None:
         compare(study().iloc[:0])
     with pytest.raises(ValueError, match=r"no column test_predictions, hash_test; write it by"):
         compare(study().drop(columns=["hash_test", "test_predictions"]))
+
+
+# ---- the probe
+
+
+def test_everything_else_is_compared_with_the_probe() -> None:
+    runs = pd.concat([study(losses=("vat",)), probes(), probes(accuracy=0.58, loss="neighbours")])
+    found = compare(runs)
+    assert [name_of(group) for group in found.groups[:3]] == ["labeled-only", "probe", "k nearest neighbours"]
+    assert (len(found.beats), len(found.helps), len(found.gains)) == (len(found.groups) - 1, 4 * 3, 3 * 3)
+    assert found.notes == []
+    expected = runs.groupby("variant")["test_accuracy"].mean()
+    for each in found.beats:
+        assert each.second.variant == "probe"
+        if each.first.settings["zeta"] is None:
+            own = expected[each.first.variant]
+            assert each.interval.mean == pytest.approx(own - expected["probe"])
+
+
+def test_without_a_probe_nothing_is_said_of_it() -> None:
+    found = as_dict(compare(study()))
+    assert found["against_probe"] == []
+    assert not any("probe" in sentence for sentence in (*found["sentences"], *found["notes"]))
+
+
+def test_the_probe_is_one_row_for_all_that_has_no_effect_in_it() -> None:
+    other = {
+        "learning_rate": 0.1,
+        "per_device_train_batch_size": 8,
+        "unlabeled_ratio": 3,
+        "trainable": "lora",
+    }
+    changes = {"max_steps": 5, "preset": "upstream", "batchnorm": "joint", "mix_labeled": True, "zeta": 0}
+    rows = pd.concat([probes(1), probes(2, settings=other, **changes).iloc[1:]])
+    (group,) = compare(rows).groups
+    assert len(group.runs) == 2
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"labels_per_class": 400},
+        {"dataset": "photos"},
+        {"settings": {"model": "another"}},
+        {"settings": {"image_size": 224}},
+        {"settings": {"loss_kwargs": {"folds": 3}}},
+    ],
+    ids=str,
+)
+def test_probes_of_other_data_or_networks_are_rows_of_their_own(change: dict) -> None:
+    assert len(compare(pd.concat([probes(1), probes(1, **change)])).groups) == 2
+
+
+def test_a_run_without_a_probe_of_its_kind_is_noted() -> None:
+    rows = pd.concat([probes(1, settings={"model": "another"}), pd.DataFrame([run("vat", "base", 0.6)])])
+    found = compare(rows)
+    assert found.beats == []
+    assert any(note.startswith("There is no probe run of the same kind for: VAT") for note in found.notes)
+
+
+def test_fine_tuning_in_part_is_compared_with_the_probe_of_its_network() -> None:
+    tuned = run("vat", "base", 0.7, settings={"trainable": "lora", "lora_rank": 4})
+    assert len(compare(pd.concat([probes(1), pd.DataFrame([tuned])])).beats) == 1
+
+
+def test_gates_are_told_apart_by_name() -> None:
+    gates = ("drop", "per_example", "project")
+    rows = [run("vat", variant, 0.6, gate=gate) for gate in gates for variant in ("+G", "Fix-A-Step")]
+    found = compare(pd.DataFrame([run("vat", "base", 0.5), *rows]))
+    names = ["+G", "+G per example", "+G project", "+ Fix-A-Step"]
+    names += ["+ Fix-A-Step per example", "+ Fix-A-Step project"]
+    assert sorted(map(name_of, found.groups)) == sorted(["VAT", *(f"VAT {name}" for name in names)])
+    assert len(found.gains) == 6
+    assert set(details(found.groups)) == {""}
+
+
+def test_the_question_about_the_probe_is_answered_for_every_row() -> None:
+    runs = pd.concat([study(losses=("fixmatch",), zetas=(0,)), probes()])
+    told = [
+        sentence for sentence in sentences(compare(runs)) if sentence.startswith("Did it beat the probe?")
+    ]
+    assert len(told) == 5
+    assert told[0].startswith("Did it beat the probe? labeled-only, pictures, 50 labels per class: ")
+    assert told[-1].startswith("Did it beat the probe? FixMatch + Fix-A-Step, pictures, zeta 0, 50 labels")
 
 
 # ---- words

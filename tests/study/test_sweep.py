@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -269,6 +270,8 @@ def test_test_labels_choose_nothing(run, tmp_path, monkeypatch):
     [
         (("supervised", None, "drop", False), "labeled-only"),
         (("supervised", "curriculum_labeling", "off", False), "base"),
+        (("probe", None, "off", False), "probe"),
+        (("neighbours", None, "off", False), "neighbours"),
         (("fixmatch", None, "off", False), "base"),
         (("fixmatch", None, "project", False), "+G"),
         (("fixmatch", None, "off", True), "+A"),
@@ -277,6 +280,20 @@ def test_test_labels_choose_nothing(run, tmp_path, monkeypatch):
 )
 def test_the_variant_follows_from_gate_and_mixing(facts, name):
     assert variant(dict(zip(("loss", "procedure", "gate", "mix_labeled"), facts, strict=True))) == name
+
+
+def test_a_run_that_was_fitted_and_not_trained_has_no_log_and_no_curves(run, tmp_path):
+    folder = tmp_path / "probe"
+    shutil.copytree(run, folder)
+    (folder / "log.csv").unlink()
+    facts = json.loads((folder / "metrics.json").read_text()) | {
+        "loss": "probe",
+        "gate": "off",
+        "speed": None,
+    }
+    (folder / "metrics.json").write_text(json.dumps(facts))
+    row = read_run(folder)
+    assert (row["variant"], row["log_step"], row["eval_accuracy"]) == ("probe", [], [])
 
 
 def test_tables_folders_and_runs_are_read_alike_and_a_run_counts_once(run, tmp_path):
