@@ -30,6 +30,7 @@ from hf_fixastep.step.batch import SemiBatch
 from hf_fixastep.step.forwards import average_buffers, batchnorm_layers, restore_buffers
 from hf_fixastep.step.gate import LABELED, UNLABELED, GradientSlots, gradient_slots
 from hf_fixastep.step.mixing import mix_labeled
+from hf_fixastep.step.schedules import fitted_decay
 from hf_fixastep.step.teacher import Teacher
 from hf_fixastep.step.values import Values
 
@@ -98,8 +99,9 @@ class FixAStepTrainer(CheckpointingTrainer, PushingTrainer):
             tune_cpu(args.cpu_threads)
         if args.class_weights == "balanced":
             self._weigh_classes()
-        # Without batch norm joint and separate give the same numbers, and separate is cheaper.
-        self.loss.batchnorm = args.batchnorm if batchnorm_layers(self.model) else "separate"
+        # Without batch statistics joint and separate give the same numbers, and separate is cheaper.
+        joint = args.batchnorm == "joint" and batchnorm_layers(self.model)
+        self.loss.batchnorm = "joint" if joint else "separate"
         if args.torch_compile and self.loss.batchnorm == "joint":
             allow_second_backward()
         if self.pop_callback(ProgressCallback):
@@ -202,8 +204,16 @@ class FixAStepTrainer(CheckpointingTrainer, PushingTrainer):
         if self.args.world_size > 1:
             for tensor in self.loss.state_dict().values():  # DDP sees to the model only
                 dist.broadcast(tensor, 0)
-        self.teacher = Teacher(self.core_model, self.args.teacher_decay, twin)
+        self.teacher = Teacher(self.core_model, cast(float, self.teacher_decay), twin)
         self.finish_resuming()
+
+    @property
+    def teacher_decay(self) -> float | None:
+        """As given, or fitted to the run once its length is known."""
+        steps = self.state.max_steps
+        if self.args.teacher_decay is None and steps:
+            return fitted_decay(steps)
+        return self.args.teacher_decay
 
     # ---- one step
 
@@ -211,7 +221,7 @@ class FixAStepTrainer(CheckpointingTrainer, PushingTrainer):
         self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None
     ) -> Tensor:
         """Two gradients, apart, and at the end of the optimizer step the decision of the gate."""
-        self._train_mode(model)
+        self.train_mode(model)
         inputs = send_to_device(inputs, self.args.device)
         with reduction_by_gate(self.accelerator, model):
             if self.loss.separable and self.loss.batchnorm == "separate":
@@ -247,11 +257,18 @@ class FixAStepTrainer(CheckpointingTrainer, PushingTrainer):
         if self.accelerator.sync_gradients:
             self.slots.start_reduce(row)
 
-    def _train_mode(self, model: nn.Module) -> None:
+    @property
+    def frozen_layers(self) -> list[nn.Module]:
+        """Batch norm that stays in eval mode."""
+        return batchnorm_layers(self.core_model) if self.args.batchnorm == "frozen" else []
+
+    def train_mode(self, model: nn.Module) -> None:
         if not (model.training and self.model.training):  # an evaluation switches only the inner one
             model.train()
             if callable(getattr(self.optimizer, "train", None)):  # schedule-free optimizers
                 self.optimizer.train()
+        for layer in self.frozen_layers:  # always, for the Trainer may have switched the whole model
+            layer.eval()
 
     def make_batch(self, inputs: dict[str, Any]) -> SemiBatch:
         """Views of the drawn images, as a pure function of (seed, rank, draw)."""
@@ -318,7 +335,9 @@ class FixAStepTrainer(CheckpointingTrainer, PushingTrainer):
         self.values.record({"nonfinite/labeled": gate.labeled_nonfinite})
         if self.args.world_size > 1:
             of_loss = self.loss.buffers() if self.loss.average_buffers else ()
-            average_buffers([*self.core_model.buffers(), *of_loss])
+            fixed = {id(buffer) for layer in self.frozen_layers for buffer in layer.buffers()}
+            of_model = [buffer for buffer in self.core_model.buffers() if id(buffer) not in fixed]
+            average_buffers([*of_model, *of_loss])
         restore_buffers(self.core_model, cast(Teacher, self.teacher).model)
 
     # ---- evaluation
@@ -345,5 +364,7 @@ class FixAStepTrainer(CheckpointingTrainer, PushingTrainer):
                 logs[name] = sum(values) if name.startswith("nonfinite/") else sum(values) / len(values)
             if self.unlabeled is not None:
                 logs["unlabeled_weight"] = self.unlabeled_weight
+            if self.args.teacher_decay is None:
+                logs["teacher_decay"] = cast(float, self.teacher_decay)
             self.values.clear()
         super().log(logs, start_time)
