@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any, cast
 
 import datasets
@@ -10,7 +11,7 @@ import torch.distributed as dist
 from accelerate.utils import send_to_device
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from transformers import ProgressCallback
+from transformers import ProgressCallback, set_seed
 
 from hf_fixastep import callbacks as own
 from hf_fixastep._compat.checkpointing import CheckpointingTrainer
@@ -39,10 +40,13 @@ class FixAStepTrainer(CheckpointingTrainer, PushingTrainer):
     """Train an image classifier on a few labeled and many unlabeled images.
 
     Args:
+        model: an image classifier; or a folder or Hub name of a pretrained network, whose head becomes a new
+            one if it has other classes.
         train_dataset: labeled images, a `datasets.Dataset` with columns image and label, or `Images`.
         unlabeled_dataset: unlabeled images of the same kinds; a label column is ignored.
         eval_dataset: like train_dataset, or several of them by name.
-        processing_class: the image processor, which says size, mean and deviation; saved with the model.
+        processing_class: the image processor, which says size, mean and deviation; saved with the model. By
+            default that of a pretrained network.
         loss: the base loss; by default the one that `args.loss` names.
     """
 
@@ -52,19 +56,24 @@ class FixAStepTrainer(CheckpointingTrainer, PushingTrainer):
 
     def __init__(
         self,
-        model: nn.Module | None = None,
+        model: nn.Module | str | os.PathLike[str] | None = None,
         args: FixAStepConfig | None = None,
         *,
         train_dataset: datasets.Dataset | Images,
         unlabeled_dataset: datasets.Dataset | Images | None = None,
         eval_dataset: datasets.Dataset | Images | dict[str, datasets.Dataset | Images] | None = None,
-        processing_class: Any,
+        processing_class: Any = None,
         loss: SemiSupervisedLoss | None = None,
         callbacks: list[Any] | None = None,
         **kwargs: Any,
     ) -> None:
         if not isinstance(args, FixAStepConfig):
             raise ValueError(f"args is {type(args).__name__}, but FixAStepTrainer needs a FixAStepConfig.")
+        if isinstance(model, (str, os.PathLike)):
+            model, processor = load_pretrained(model, train_dataset, args.seed)
+            processing_class = processing_class or processor
+        if processing_class is None:
+            raise ValueError("processing_class is None, but the image processor of the model is needed.")
         self.loss = loss or get_loss(args.loss, **cast(dict[str, Any], args.loss_kwargs))
         self.mix_labeled = args.mix_labeled and self.loss.mixable
         self.image_size, self.views = views_of(processing_class, flip=args.flip, cutout=args.cutout)
@@ -368,3 +377,13 @@ class FixAStepTrainer(CheckpointingTrainer, PushingTrainer):
                 logs["teacher_decay"] = cast(float, self.teacher_decay)
             self.values.clear()
         super().log(logs, start_time)
+
+
+def load_pretrained(
+    source: str | os.PathLike[str], labeled: datasets.Dataset | Images, seed: int
+) -> tuple[nn.Module, Any]:
+    """A pretrained network for the classes of a labeled set, and its image processor."""
+    from hf_fixastep.hub.loading import load_network  # here, as it needs the client of the Hub
+
+    set_seed(seed)  # for a new head
+    return load_network(source, len(class_names(labeled)))
