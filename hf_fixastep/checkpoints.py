@@ -30,6 +30,7 @@ LOCK = "_lock"  # the Trainer keeps names that begin like this from the Hub
 
 OPTIMIZER_SETTINGS = (
     "learning_rate",
+    "head_rate_factor",
     "weight_decay",
     "optim_args",
     "adam_beta1",

@@ -1,4 +1,4 @@
-"""Settings of a run: the Trainer's own, ours, and the two presets that fill what is left open."""
+"""Settings of a run: the Trainer's own, ours, and the presets that fill what is left open."""
 
 from __future__ import annotations
 
@@ -37,7 +37,9 @@ def own_field(default: Any, text: str) -> Any:
 class FixAStepConfig(TrainingArguments):
     """Training arguments of Fix-A-Step; everything else is inherited. A preset fills what is not given."""
 
-    preset: str = own_field("paper", "paper, or upstream: what the official code executes.")
+    preset: str = own_field(
+        "paper", "paper; upstream: what the official code executes; pretrained: to fine-tune a network."
+    )
     loss: str = own_field("fixmatch", "Base loss, a key of LOSSES.")
     loss_kwargs: dict | str | None = preset_field("Arguments of the base loss, as JSON on the command line.")
     procedure: str | None = own_field(
@@ -60,14 +62,20 @@ class FixAStepConfig(TrainingArguments):
     gate: str = own_field(
         "drop", "drop (the paper), project, layerwise, per_example (judges every image alone), or off."
     )
-    mix_labeled: bool = own_field(True, "Mix labeled images with unlabeled ones (phase 1).")
+    mix_labeled: bool = preset_field("Mix labeled images with unlabeled ones (phase 1).")
     mix_alpha: float = own_field(0.5, "Shape of the Beta distribution of the shares.")
     mix_temperature: float = own_field(0.5, "Temperature of the guesses; below 1 sharpens.")
     mix_per_batch: bool = preset_field("One share per batch instead of one per image.")
     mix_pool: str = own_field("batch", "Partners from one labeled batch size of each view, or from all.")
 
-    batchnorm: str = own_field("joint", "joint: one forward over all rows. separate: one each, cheaper.")
-    teacher_decay: float = own_field(0.999, "Decay of the averaged model, which is evaluated and saved.")
+    batchnorm: str = preset_field(
+        "joint: one forward over all rows. separate: one each, cheaper. frozen: the same, with the running "
+        "statistics of a pretrained network, which stay as they are."
+    )
+    teacher_decay: float | None = preset_field(
+        "Decay of the averaged model, which is evaluated and saved. pretrained fits it to the run: "
+        "1 - 20 / steps, at most 0.999."
+    )
     trainable: str = own_field(
         "all", "What of the model is trained: all, head_and_norms, or lora (needs peft)."
     )
@@ -86,8 +94,14 @@ class FixAStepConfig(TrainingArguments):
 
     optim: str = preset_field("sgd, adam (coupled weight decay, on everything), or another of the Trainer's.")
     learning_rate: float = preset_field("The initial learning rate.")
+    head_rate_factor: float = preset_field(
+        "Learning rate of the classification head, and of layers of the loss, as a multiple of learning_rate."
+    )
     weight_decay: float = preset_field("Weight decay; but for adam not on norm layers and biases.")
     lr_scheduler_type: str = preset_field("Used where lr_cycle_steps is 0.")
+    warmup_steps: float = preset_field(
+        "Linear warm-up, where lr_cycle_steps is 0: below 1 a share of the run."
+    )
     per_device_train_batch_size: int = own_field(64, "Labeled images per step and process.")
     per_device_eval_batch_size: int = own_field(512, "Images per evaluation step and process.")
     max_grad_norm: float = own_field(0.0, "Clip the gated gradient to this norm; 0 is off, as in the paper.")
@@ -128,13 +142,15 @@ class FixAStepConfig(TrainingArguments):
         self.procedure_kwargs = self.procedure_kwargs or {}
         if self.optim not in (None, settings["optim"]):  # the preset speaks of another optimizer
             settings |= {"optim_args": None, "learning_rate": None, "weight_decay": None}
-            settings |= {"sgd": SGD, "adam": ADAM}.get(self.optim, {})
+            if self.preset != "pretrained":  # those two are for training from scratch
+                settings |= {"sgd": SGD, "adam": ADAM}.get(self.optim, {})
         for name, value in settings.items():
             if getattr(self, name) is None:
                 setattr(self, name, value)
         if self.learning_rate is None or self.weight_decay is None:
             raise ValueError(
-                f"optim is {self.optim}, which no preset knows; give its learning_rate and weight_decay."
+                f"optim is {self.optim}, which preset {self.preset} does not know; give its learning_rate "
+                "and weight_decay."
             )
 
     def _check(self) -> None:
@@ -144,13 +160,14 @@ class FixAStepConfig(TrainingArguments):
                 "gate is per_example, which has to watch the last layer, but torch_compile hides the layers; "
                 "switch it off, or choose another gate."
             )
-        check_choice("batchnorm", self.batchnorm, ("joint", "separate"))
+        check_choice("batchnorm", self.batchnorm, ("joint", "separate", "frozen"))
         check_choice("unlabeled_ramp", self.unlabeled_ramp, RAMPS)
         check_choice("mix_pool", self.mix_pool, ("batch", "all"))
         check_choice("class_weights", self.class_weights, ("none", "balanced"))
         check_choice("labeled_view", self.labeled_view, ("weak", "strong"))
         check_choice("trainable", self.trainable, TRAINABLE)
         for name in (
+            "head_rate_factor",
             "lora_rank",
             "mix_alpha",
             "mix_temperature",
@@ -162,7 +179,7 @@ class FixAStepConfig(TrainingArguments):
         for name in ("unlabeled_weight", "unlabeled_warmup_steps", "lr_cycle_steps", "cutout"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name} is {getattr(self, name)}, but it cannot be negative.")
-        if not 0 <= self.teacher_decay < 1:
+        if self.teacher_decay is not None and not 0 <= self.teacher_decay < 1:
             raise ValueError(
                 f"teacher_decay is {self.teacher_decay}, but it has to be at least 0 and below 1."
             )
@@ -179,8 +196,8 @@ class FixAStepConfig(TrainingArguments):
             )
         if self.warmup_steps and self.lr_cycle_steps:
             raise ValueError(
-                f"warmup_steps is {self.warmup_steps}, but the 7/16 cosine has no warm-up; drop it, or set "
-                "lr_cycle_steps to 0 and choose an lr_scheduler_type."
+                f"warmup_steps is {self.warmup_steps}, but the 7/16 cosine has no warm-up; set it to "
+                "0, or set lr_cycle_steps to 0 and choose an lr_scheduler_type."
             )
         if self.logging_strategy == IntervalStrategy.NO:
             raise ValueError(

@@ -20,13 +20,16 @@ RIVALS = tuple(name for name, kind in ALL.items() if kind.rival)
 
 
 def preset(name: str, loss: str, procedure: str | None = None) -> dict[str, Any]:
-    """All settings of a preset for one loss; `upstream` states only where it departs from `paper`.
+    """All settings of a preset for one loss; the other presets state only where they depart from `paper`.
 
-    What the procedure states goes before what the loss states, and that before what all share.
+    What the procedure states goes before what the loss states, and that before what all share. But what a
+    method states for `paper` is about training from scratch, so all that `pretrained` states goes before it.
     """
+    stated = [SHARED, *(ALL[each].settings for each in (loss, procedure) if each in ALL)]
+    layers = [(each, layer) for each in stated for layer in ("paper", name)]
+    if name == "pretrained":
+        layers.sort(key=lambda pair: pair[1] == name)
     settings: dict[str, Any] = {}
-    stated = [ALL[each].settings for each in (loss, procedure) if each in ALL]
-    for layers in (SHARED, *stated):
-        for layer in dict.fromkeys(("paper", name)):
-            settings |= layers.get(layer, {})
+    for each, layer in layers:
+        settings |= each.get(layer, {})
     return copy.deepcopy(settings)

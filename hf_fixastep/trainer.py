@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 from typing import Any, cast
 
 import datasets
@@ -12,7 +13,7 @@ import torch.distributed as dist
 from accelerate.utils import send_to_device
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from transformers import ProgressCallback
+from transformers import ProgressCallback, set_seed
 
 from hf_fixastep import callbacks as own
 from hf_fixastep._compat.checkpointing import CheckpointingTrainer
@@ -36,6 +37,7 @@ from hf_fixastep.step.examples import ExampleGate, check_examples
 from hf_fixastep.step.forwards import average_buffers, batchnorm_layers, restore_buffers
 from hf_fixastep.step.gate import LABELED, UNLABELED, GradientSlots, gradient_slots
 from hf_fixastep.step.mixing import mix_labeled
+from hf_fixastep.step.schedules import fitted_decay
 from hf_fixastep.step.teacher import Teacher
 from hf_fixastep.step.values import Values
 
@@ -44,11 +46,14 @@ class FixAStepTrainer(CheckpointingTrainer, PushingTrainer):
     """Train an image classifier on a few labeled and many unlabeled images.
 
     Args:
+        model: an image classifier; or a folder or Hub name of a pretrained network, whose head becomes a new
+            one if it has other classes.
         train_dataset: labeled images, a `datasets.Dataset` with columns image and label, or `Images`,
             or cached `Features`.
         unlabeled_dataset: unlabeled images of the same kinds; a label column is ignored.
         eval_dataset: like train_dataset, or several of them by name.
-        processing_class: the image processor, which says size, mean and deviation; saved with the model.
+        processing_class: the image processor, which says size, mean and deviation; saved with the model. By
+            default that of a pretrained network.
         loss: the base loss; by default the one that `args.loss` names.
     """
 
@@ -59,19 +64,24 @@ class FixAStepTrainer(CheckpointingTrainer, PushingTrainer):
 
     def __init__(
         self,
-        model: nn.Module | None = None,
+        model: nn.Module | str | os.PathLike[str] | None = None,
         args: FixAStepConfig | None = None,
         *,
         train_dataset: datasets.Dataset | Examples,
         unlabeled_dataset: datasets.Dataset | Examples | None = None,
         eval_dataset: datasets.Dataset | Examples | dict[str, datasets.Dataset | Examples] | None = None,
-        processing_class: Any,
+        processing_class: Any = None,
         loss: SemiSupervisedLoss | None = None,
         callbacks: list[Any] | None = None,
         **kwargs: Any,
     ) -> None:
         if not isinstance(args, FixAStepConfig):
             raise ValueError(f"args is {type(args).__name__}, but FixAStepTrainer needs a FixAStepConfig.")
+        if isinstance(model, (str, os.PathLike)):
+            model, processor = load_pretrained(model, train_dataset, args.seed)
+            processing_class = processing_class or processor
+        if processing_class is None:
+            raise ValueError("processing_class is None, but the image processor of the model is needed.")
         self.loss = loss or get_loss(args.loss, **cast(dict[str, Any], args.loss_kwargs))
         self.mix_labeled = args.mix_labeled and self.loss.mixable
         self.image_size: tuple[int, int] | None = None  # of images that are to be decoded
@@ -113,8 +123,9 @@ class FixAStepTrainer(CheckpointingTrainer, PushingTrainer):
             tune_cpu(args.cpu_threads)
         if args.class_weights == "balanced":
             self._weigh_classes()
-        # Without batch norm joint and separate give the same numbers, and separate is cheaper.
-        self.loss.batchnorm = args.batchnorm if batchnorm_layers(self.model) else "separate"
+        # Without batch statistics joint and separate give the same numbers, and separate is cheaper.
+        joint = args.batchnorm == "joint" and batchnorm_layers(self.model)
+        self.loss.batchnorm = "joint" if joint else "separate"
         if self.gates_examples:
             check_examples(self.model, len(self.class_names), self.loss, args.gradient_accumulation_steps)
         if args.torch_compile and self.loss.batchnorm == "joint":
@@ -226,9 +237,17 @@ class FixAStepTrainer(CheckpointingTrainer, PushingTrainer):
         if self.args.world_size > 1:
             for tensor in self.loss.state_dict().values():  # DDP sees to the model only
                 dist.broadcast(tensor, 0)
-        self.teacher = Teacher(self.core_model, self.args.teacher_decay, twin)
+        self.teacher = Teacher(self.core_model, cast(float, self.teacher_decay), twin)
         self.examples = ExampleGate(self.core_model, len(self.class_names)) if self.gates_examples else None
         self.finish_resuming()
+
+    @property
+    def teacher_decay(self) -> float | None:
+        """As given, or fitted to the run once its length is known."""
+        steps = self.state.max_steps
+        if self.args.teacher_decay is None and steps:
+            return fitted_decay(steps)
+        return self.args.teacher_decay
 
     # ---- one step
 
@@ -236,7 +255,7 @@ class FixAStepTrainer(CheckpointingTrainer, PushingTrainer):
         self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None
     ) -> Tensor:
         """Two gradients, apart, and at the end of the optimizer step the decision of the gate."""
-        self._train_mode(model)
+        self.train_mode(model)
         inputs = send_to_device(inputs, self.args.device)
         watching = self.examples.watching() if self.examples else contextlib.nullcontext()
         with reduction_by_gate(self.accelerator, model), watching:
@@ -309,11 +328,18 @@ class FixAStepTrainer(CheckpointingTrainer, PushingTrainer):
                 self.examples.learn(self.slots)
             self.slots.start_reduce(row)
 
-    def _train_mode(self, model: nn.Module) -> None:
+    @property
+    def frozen_layers(self) -> list[nn.Module]:
+        """Batch norm that stays in eval mode."""
+        return batchnorm_layers(self.core_model) if self.args.batchnorm == "frozen" else []
+
+    def train_mode(self, model: nn.Module) -> None:
         if not (model.training and self.model.training):  # an evaluation switches only the inner one
             model.train()
             if callable(getattr(self.optimizer, "train", None)):  # schedule-free optimizers
                 self.optimizer.train()
+        for layer in self.frozen_layers:  # always, for the Trainer may have switched the whole model
+            layer.eval()
 
     def make_batch(self, inputs: dict[str, Any]) -> SemiBatch:
         """Views of the drawn images, as a pure function of (seed, rank, draw)."""
@@ -383,7 +409,9 @@ class FixAStepTrainer(CheckpointingTrainer, PushingTrainer):
         self.values.record({"nonfinite/labeled": gate.labeled_nonfinite})
         if self.args.world_size > 1:
             of_loss = self.loss.buffers() if self.loss.average_buffers else ()
-            average_buffers([*self.core_model.buffers(), *of_loss])
+            fixed = {id(buffer) for layer in self.frozen_layers for buffer in layer.buffers()}
+            of_model = [buffer for buffer in self.core_model.buffers() if id(buffer) not in fixed]
+            average_buffers([*of_model, *of_loss])
         restore_buffers(self.core_model, cast(Teacher, self.teacher).model)
 
     # ---- evaluation
@@ -410,5 +438,17 @@ class FixAStepTrainer(CheckpointingTrainer, PushingTrainer):
                 logs[name] = sum(values) if name.startswith("nonfinite/") else sum(values) / len(values)
             if self.unlabeled is not None:
                 logs["unlabeled_weight"] = self.unlabeled_weight
+            if self.args.teacher_decay is None:
+                logs["teacher_decay"] = cast(float, self.teacher_decay)
             self.values.clear()
         super().log(logs, start_time)
+
+
+def load_pretrained(
+    source: str | os.PathLike[str], labeled: datasets.Dataset | Images, seed: int
+) -> tuple[nn.Module, Any]:
+    """A pretrained network for the classes of a labeled set, and its image processor."""
+    from hf_fixastep.hub.loading import load_network  # here, as it needs the client of the Hub
+
+    set_seed(seed)  # for a new head
+    return load_network(source, len(class_names(labeled)))

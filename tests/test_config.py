@@ -12,6 +12,7 @@ import pytest
 from hf_fixastep import LOSSES, FixAStepConfig, FixAStepTrainer, get_loss
 from hf_fixastep.losses.presets import PRESETS
 from hf_fixastep.methods import RIVALS, preset
+from hf_fixastep.procedures import PROCEDURES
 from hf_fixastep.runs.arguments import parse
 
 
@@ -165,6 +166,62 @@ def test_upstream_losses_do_what_the_official_code_does(
     assert [getattr(each, argument) for each in losses] == [paper, upstream]
 
 
+# ---- the preset for pretrained networks
+
+
+@pytest.mark.parametrize("procedure", [None, *PROCEDURES])
+@pytest.mark.parametrize("loss", LOSSES)
+def test_the_pretrained_preset_has_the_same_optimizer_for_all_methods(
+    loss: str, procedure: str | None
+) -> None:
+    args = config(preset="pretrained", loss=loss, procedure=procedure)
+    optimizer = (args.optim, args.optim_args, args.learning_rate, args.weight_decay, args.head_rate_factor)
+    assert optimizer == ("adamw_torch", None, 1e-4, 0.05, 30)
+    assert (args.warmup_steps, args.lr_cycle_steps, args.lr_scheduler_type) == (0.1, 0, "cosine")
+    assert (args.mix_labeled, args.batchnorm, args.teacher_decay) == (False, "frozen", None)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_what_the_pretrained_preset_does_not_state_is_that_of_the_paper(loss: str) -> None:
+    paper, found = preset("paper", loss), preset("pretrained", loss)
+    same = ("unlabeled_ratio", "unlabeled_weight", "unlabeled_ramp", "unlabeled_warmup_steps", "labeled_view")
+    assert {name: found[name] for name in same} == {name: paper[name] for name in same}
+    assert config(preset="pretrained", loss=loss).loss_kwargs == {}
+
+
+@pytest.mark.parametrize("name", ["paper", "upstream"])
+@pytest.mark.parametrize("loss", LOSSES)
+def test_the_other_presets_have_one_rate_no_warm_up_and_fix_a_step(name: str, loss: str) -> None:
+    args = config(preset=name, loss=loss)
+    assert (args.head_rate_factor, args.warmup_steps, args.teacher_decay) == (1, 0, 0.999)
+    assert (args.mix_labeled, args.batchnorm) == (True, "joint")
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("head_rate_factor", 1.0),
+        ("warmup_steps", 0),
+        ("warmup_steps", 7),
+        ("mix_labeled", True),
+        ("batchnorm", "joint"),
+        ("teacher_decay", 0.0),
+        ("lr_scheduler_type", "linear"),
+    ],
+)
+def test_explicit_settings_win_over_the_pretrained_preset(setting: str, value: Any) -> None:
+    assert getattr(config(preset="pretrained", **{setting: value}), setting) == value
+
+
+@pytest.mark.parametrize("optim", ["sgd", "adam"])
+def test_rates_for_training_from_scratch_do_not_reach_a_pretrained_network(optim: str) -> None:
+    with pytest.raises(ValueError, match=f"optim is {optim}, which preset pretrained does not know; give"):
+        config(preset="pretrained", optim=optim)
+
+
+# ---- all presets
+
+
 @pytest.mark.parametrize("name", PRESETS)
 @pytest.mark.parametrize("loss", LOSSES)
 def test_every_preset_gives_arguments_that_its_loss_has(name: str, loss: str) -> None:
@@ -249,6 +306,7 @@ BAD = [  # settings, what the message must say
         {"class_weights": "balancd"},
         ["class_weights", "'balancd'", "Did you mean balanced?", "none, balanced"],
     ),
+    ({"head_rate_factor": 0.0}, ["head_rate_factor is 0.0", "positive"]),
     ({"mix_alpha": 0.0}, ["mix_alpha is 0.0", "positive"]),
     ({"mix_alpha": -1.0}, ["mix_alpha is -1.0", "positive"]),
     ({"mix_alpha": float("nan")}, ["mix_alpha is nan", "positive"]),
@@ -267,7 +325,8 @@ BAD = [  # settings, what the message must say
         {"unlabeled_ratio": 0.1, "per_device_train_batch_size": 4},
         ["unlabeled_ratio 0.1", "4", "no unlabeled image"],
     ),
-    ({"warmup_steps": 10}, ["warmup_steps is 10", "lr_cycle_steps"]),
+    ({"warmup_steps": 10}, ["warmup_steps is 10", "set it to 0", "lr_cycle_steps"]),
+    ({"preset": "pretrained", "lr_cycle_steps": 1}, ["warmup_steps is 0.1", "set it to 0"]),
     ({"logging_strategy": "no"}, ["logging_strategy is no", "logging_steps"]),
     ({"cpu_threads": 0}, ["cpu_threads is 0", "at least 1"]),
     ({"optim": "adamw_torch"}, ["adamw_torch", "learning_rate", "weight_decay"]),

@@ -41,7 +41,7 @@ from hf_fixastep.losses.base import Losses
 from hf_fixastep.step.batch import SemiBatch
 from hf_fixastep.step.gate import GATES
 from tests import naive
-from tests.naive import Naive, NaiveSeparate
+from tests.naive import Naive, NaiveFrozen, NaiveSeparate
 from tests.short_runs import (
     EAGER,
     STATEFUL,
@@ -69,8 +69,8 @@ def same_as(loss: str, folder: Path, **settings: Any) -> None:
     trainer = make_trainer(
         folder, tiny_wide_resnet(bn_momentum=0.1), loss=loss, unlabeled_warmup_steps=2.0, **settings
     )
-    kind = NaiveSeparate if settings.get("batchnorm") == "separate" else Naive
-    reference = kind(
+    kinds = {"joint": Naive, "separate": NaiveSeparate, "frozen": NaiveFrozen}
+    reference = kinds[trainer.args.batchnorm](
         trainer, getattr(naive, loss), lambda step: settings["unlabeled_weight"] * min(step / 2, 1)
     ).run()
     run = train(trainer)
@@ -115,6 +115,20 @@ def test_separate_steps_are_those_of_the_method_written_out(
 ) -> None:
     """Phase 1 takes the logits that the loss has of a view for guesses, and forwards nothing twice."""
     same_as(loss, tmp_path, batchnorm="separate", **settings)
+
+
+@pytest.mark.parametrize(
+    ("loss", "settings"),
+    [
+        ("mean_teacher", {"unlabeled_weight": 20.0}),
+        ("pi_model", {"unlabeled_weight": 20.0}),
+        ("fixmatch", {"loss_kwargs": EAGER, "unlabeled_ratio": 2.0, "mix_labeled": False}),
+    ],
+)
+def test_steps_with_frozen_batch_norm_are_those_of_a_network_with_batch_norm_in_eval_mode(
+    loss: str, settings: dict, tmp_path: Path
+) -> None:
+    same_as(loss, tmp_path, batchnorm="frozen", **settings)
 
 
 @pytest.mark.parametrize(

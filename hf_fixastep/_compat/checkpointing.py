@@ -91,7 +91,8 @@ class CheckpointingTrainer(OptimizingTrainer):
             "unlabeled data": None if self.unlabeled is None else self.unlabeled.fingerprint,
             "classes": self.class_names,
             "model": f"{type(self.core_model).__name__.removeprefix('FSDP')} of {count} parameters",
-            "optim": self.args.optim,
+            # Groups of a checkpoint cannot become others.
+            "optim": self.args.optim + ", the head apart" * (self.args.head_rate_factor != 1),
             "settings": {name: getattr(self.args, name) for name in SETTINGS},
         }
 

@@ -21,17 +21,19 @@ from transformers import Trainer
 from hf_fixastep._compat.distributed import Twin
 from hf_fixastep.config import FixAStepConfig
 from hf_fixastep.losses.base import SemiSupervisedLoss
+from hf_fixastep.step.forwards import classification_head
 from hf_fixastep.step.schedules import cosine_7_16, ramp_length
 
 
 class OptimizingTrainer(Trainer):
-    """A Trainer that knows plain Adam, the 7/16 cosine, and the parameters of a loss."""
+    """A Trainer that knows plain Adam, the 7/16 cosine, a rate of the head, and the parameters of a loss."""
 
     args: FixAStepConfig
     model: Any
     optimizer: Any
     lr_scheduler: Any
     loss: SemiSupervisedLoss
+    class_names: list[str]
     twin: Twin
     group_settings: list[dict[str, Any]]  # of the optimizer, before a checkpoint is loaded
 
@@ -68,8 +70,11 @@ class OptimizingTrainer(Trainer):
         is_new = self.optimizer is None
         optimizer = super().create_optimizer(model)
         if is_new:
+            factor = self.args.head_rate_factor
+            if factor != 1:
+                set_apart(optimizer, classification_head(self.core_model, len(self.class_names)), factor)
             decayed = self.get_decay_parameter_names(self.loss)
-            rate = self.args.learning_rate * self.loss.learning_rate_factor
+            rate = self.args.learning_rate * factor * self.loss.learning_rate_factor
             own = {name: p for name, p in self.loss.named_parameters() if p.requires_grad}
             decays = ((own.keys() & decayed, self.args.weight_decay), (own.keys() - set(decayed), 0.0))
             for names, decay in decays:
@@ -106,3 +111,12 @@ def remember_lomo() -> None:
     """
     if not hasattr(accelerate.optimizer.is_lomo_available, "cache_info"):
         accelerate.optimizer.is_lomo_available = functools.cache(accelerate.optimizer.is_lomo_available)
+
+
+def set_apart(optimizer: torch.optim.Optimizer, module: nn.Module, rate_factor: float) -> None:
+    """Move the parameters of a module to groups of their own, whose rate is a multiple of the others'."""
+    wanted = set(map(id, module.parameters()))
+    for group in list(optimizer.param_groups):
+        if apart := [p for p in group["params"] if id(p) in wanted]:
+            group["params"] = [p for p in group["params"] if id(p) not in wanted]
+            optimizer.add_param_group({**group, "params": apart, "lr": group["lr"] * rate_factor})

@@ -74,13 +74,11 @@ class Images(Dataset):
                 f"Column {image!r} holds {pictures.features[image]}, but expected images: convert it with "
                 f"split.cast_column({image!r}, datasets.Image())."
             )
-        labels = read_labels(split, label)
+        labels, names = read_labels(split, label)
         rows, file = _decode(pictures, image, size, channels), None
         if len(split) * (channels or 3) * size[0] * size[1] > IN_MEMORY_BYTES:
             file = build_once(possible_files(pictures, image, size, channels), rows)
         pixels = file.map() if file else _collect(rows, (len(split), channels or 1, *size))
-        feature = split.features.get(label)
-        names = feature.names if isinstance(feature, datasets.ClassLabel) else None
         images = cls(pixels, labels, names)
         images.file = file
         return images
@@ -139,17 +137,19 @@ def _check_labels(labels: Tensor, count: int, class_names: list[str] | None) -> 
         )
 
 
-def read_labels(split: datasets.Dataset, label: str) -> Tensor | None:
-    """The class numbers of a split, None if it has no such column."""
+def read_labels(split: datasets.Dataset, label: str = "label") -> tuple[Tensor | None, list[str] | None]:
+    """The labels of a split and the names of the classes, if it has any."""
     if label not in split.column_names:
-        return None
-    labels = np.asarray(split[label][:])
+        return None, None
+    feature = split.features[label]
+    labels = np.asarray(split.with_format(None)[label][:])
     if len(labels) and labels.dtype.kind not in "iu":
         raise ValueError(
-            f"Column {label!r} holds {split.features[label]}, but expected class numbers: convert it with "
+            f"Column {label!r} holds {feature}, but expected class numbers: convert it with "
             f"split.class_encode_column({label!r})."
         )
-    return torch.from_numpy(labels.astype(np.int64))
+    names = feature.names if isinstance(feature, datasets.ClassLabel) else None
+    return torch.from_numpy(labels.astype(np.int64)), names
 
 
 def _decode(

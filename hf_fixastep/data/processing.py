@@ -5,12 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import datasets
+
 from hf_fixastep.data.features import Examples
+from hf_fixastep.data.images import read_labels
 from hf_fixastep.data.views import VIEWS, Views
 
 
 def views_of(processor: Any, **settings: Any) -> tuple[tuple[int, int], Views]:
     """Image size and views as an image processor describes them; `settings` are further ones of the views."""
+    if hasattr(processor, "data_config"):  # of timm
+        data = processor.data_config
+        return tuple(data["input_size"][1:]), Views(mean=data["mean"], std=data["std"], **settings)
     size = processor.crop_size if getattr(processor, "do_center_crop", None) else processor.size
     height = size.get("height") or size.get("shortest_edge")
     width = size.get("width") or size.get("shortest_edge")
@@ -22,17 +28,21 @@ def views_of(processor: Any, **settings: Any) -> tuple[tuple[int, int], Views]:
     return (height, width), Views(mean=mean, std=std, **settings)
 
 
-def class_names(labeled: Examples) -> list[str]:
-    """The names of the classes, or their numbers where they have none."""
-    if labeled.labels is None or len(labeled) == 0:
+def class_names(labeled: datasets.Dataset | Examples) -> list[str]:
+    """The names of the classes, or their numbers where they have none; no image is decoded."""
+    if isinstance(labeled, datasets.Dataset):
+        labels, names = read_labels(labeled)
+    else:
+        labels, names = labeled.labels, labeled.class_names
+    if labels is None or len(labeled) == 0:
         raise ValueError(
             "The labeled set is empty or has no label column; it needs at least one labeled image."
         )
-    if labeled.class_names is not None:
-        return labeled.class_names
-    if labeled.labels.min() < 0:
-        raise ValueError(f"A label is {int(labeled.labels.min())}, but labels count from 0.")
-    return [str(number) for number in range(int(labeled.labels.max()) + 1)]
+    if names is not None:
+        return names
+    if labels.min() < 0:
+        raise ValueError(f"A label is {int(labels.min())}, but labels count from 0.")
+    return [str(number) for number in range(int(labels.max()) + 1)]
 
 
 def check_classes(images: Examples, expected: Sequence[str]) -> None:

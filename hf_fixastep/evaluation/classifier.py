@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 import PIL.Image
@@ -14,13 +13,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torchvision.transforms import InterpolationMode
 from torchvision.transforms.v2.functional import resize
-from transformers import AutoImageProcessor, AutoModelForImageClassification
 
-from hf_fixastep.data.files import one_line, to_grey_or_rgb
+from hf_fixastep.data.files import to_grey_or_rgb
 from hf_fixastep.data.processing import views_of
 from hf_fixastep.data.views import Views
 from hf_fixastep.evaluation import calibration
-from hf_fixastep.hub.client import pull, reason
+from hf_fixastep.hub.client import reason
+from hf_fixastep.hub.loading import load_network
 
 
 class Classifier:
@@ -37,7 +36,7 @@ class Classifier:
     ) -> None:
         if batch_size < 1:
             raise ValueError(f"batch_size is {batch_size}, but it has to be at least 1.")
-        self.model, self.processor = load(source, revision)
+        self.model, self.processor = load_network(source, revision=revision)
         self.calibration = calibration.Calibration.of(self.model.config)  # a wrong one is found here
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.model.eval().to(self.device, memory_format=torch.channels_last)
@@ -102,33 +101,3 @@ class Classifier:
         """float64 [N, K], after the temperature of the model if it has one."""
         temperature = self.calibration.temperature if self.calibration else 1.0
         return calibration.probabilities(self.logits(images), temperature)
-
-
-def load(source: str | os.PathLike[str], revision: str | None) -> tuple[Any, Any]:
-    """Model and image processor."""
-    folder = find_folder(source, revision)
-    try:
-        model, loaded = AutoModelForImageClassification.from_pretrained(
-            folder, trust_remote_code=False, use_safetensors=True, output_loading_info=True
-        )
-        processor = AutoImageProcessor.from_pretrained(folder, trust_remote_code=False)
-    except Exception as error:  # the files of a model can be wrong in any way
-        raise ValueError(f"No classifier could be loaded from {source}: {reason(error)}.") from error
-    if loaded["missing_keys"]:
-        missing = one_line(", ".join(sorted(loaded["missing_keys"])))
-        raise ValueError(f"{source} is no trained classifier, as it lacks {missing}: give one that is.")
-    return model, processor
-
-
-def find_folder(source: str | os.PathLike[str], revision: str | None = None) -> str | os.PathLike[str]:
-    """The folder itself, or that of the copy of a model on the Hub."""
-    if os.path.isdir(source):
-        if revision is not None:
-            raise ValueError(
-                f"revision is {revision}, but {source} is a folder, which has no revisions: leave it out."
-            )
-        return source
-    try:
-        return pull(str(source), revision)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"There is no folder {source}; as a model on the Hub: {error}") from error

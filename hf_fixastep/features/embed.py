@@ -33,6 +33,7 @@ from tqdm import tqdm
 
 from hf_fixastep.data.features import Features, map_part
 from hf_fixastep.data.files import printable
+from hf_fixastep.data.images import read_labels
 from hf_fixastep.data.store import content_of, state_of_files
 from hf_fixastep.data.views import StrongPlan, Views, WeakPlan
 from hf_fixastep.disk import write_atomically
@@ -97,13 +98,6 @@ def embed(
     found = Features([map_part(file) for file in files], places, weak, fingerprint, labels, names)
     found.files = files
     return without_unreadable(found, pictures, image, skip_unreadable)
-
-
-def read_labels(split: datasets.Dataset, label: str) -> tuple[Tensor | None, list[str] | None]:
-    from hf_fixastep.data.images import read_labels as read
-
-    feature = split.features.get(label)
-    return read(split, label), feature.names if isinstance(feature, datasets.ClassLabel) else None
 
 
 def without_unreadable(found: Features, pictures: datasets.Dataset, image: str, skip: bool) -> Features:
@@ -321,7 +315,7 @@ class Part:
         seeds = np.frombuffer(self.hashes.tobytes(), np.int64).reshape(-1, HASH_BYTES // 8)[:, 0] & (
             2**62 - 1
         )
-        offset = np.load(self.partial, mmap_mode="r").offset  # type: ignore[union-attr]
+        offset = np.load(self.partial, mmap_mode="r").offset
         row_bytes = int(np.prod(self.work.shape)) * 2
         with (
             tqdm(
@@ -350,11 +344,11 @@ class Part:
 
     def _features(self, values: Sequence[dict[str, Any] | None], seeds: Sequence[int]) -> NDArray:
         """NaN for images that cannot be read."""
-        images = [picture(value) for value in values]
-        read = [at for at, each in enumerate(images) if each is not None]
+        opened = enumerate(map(picture, values))
+        images = {at: image for at, image in opened if image is not None}
         found = np.full((len(values), *self.work.shape), np.nan, np.float16)
-        if read:
-            found[read] = self.work.features([images[at] for at in read], [seeds[at] for at in read])
+        if images:
+            found[list(images)] = self.work.features(list(images.values()), [seeds[at] for at in images])
         return found
 
     def _finish(self) -> None:

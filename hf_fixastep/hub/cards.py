@@ -168,6 +168,8 @@ def describe_training(run: RunFolder) -> str:
             if metrics["gate"] == "per_example"
             else f" The gate let the unlabeled gradient pass in {share:.1f} % of the steps."
         )
+    if (decay := metrics.get("teacher_decay")) is not None:
+        lines[0] += f" The weights are averaged with a decay of {decay:.5g}."
     rows = [[escape(name), escape(value, 200)] for name, value in sorted(shared(run.recipe).items())]
     if rows:
         lines += ["Settings that differ from their defaults:", table(["setting", "value"], rows)]

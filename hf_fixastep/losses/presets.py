@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 
-# "paper" is the default and what to use for new work; "upstream" is what the official code executes, for
-# comparison with published figures.
-PRESETS = ("paper", "upstream")
+# "paper" is the default and what to use from scratch; "upstream" is what the official code executes, for
+# comparison with published figures; "pretrained" is for fine-tuning.
+PRESETS = ("paper", "upstream", "pretrained")
 
 SGD: dict[str, Any] = {
     "optim": "sgd",
@@ -37,6 +37,11 @@ SHARED: dict[str, dict[str, Any]] = {
         "unlabeled_warmup_steps": 0.4,
         "lr_cycle_steps": 1.0,
         "lr_scheduler_type": "constant",
+        "warmup_steps": 0,
+        "head_rate_factor": 1.0,
+        "mix_labeled": True,
+        "batchnorm": "joint",
+        "teacher_decay": 0.999,
         "labeled_view": "weak",
         "mix_per_batch": False,
         "divide_by_all_rows": False,
@@ -48,5 +53,18 @@ SHARED: dict[str, dict[str, Any]] = {
         "mix_per_batch": True,
         "divide_by_all_rows": True,
         "cutout": 16.0,
+    },
+    "pretrained": {
+        "optim": "adamw_torch",
+        "optim_args": None,
+        "learning_rate": 1e-4,
+        "weight_decay": 0.05,
+        "head_rate_factor": 30.0,
+        "warmup_steps": 0.1,
+        "lr_cycle_steps": 0.0,
+        "lr_scheduler_type": "cosine",
+        "mix_labeled": False,
+        "batchnorm": "frozen",
+        "teacher_decay": None,
     },
 }

@@ -27,6 +27,8 @@ def name_classes(model: Any, names: Sequence[str]) -> None:
         )
     model.config.id2label = dict(enumerate(names))
     model.config.label2id = {name: number for number, name in enumerate(names)}
+    if hasattr(model.config, "label_names"):  # timm's, which would be read in place of the other two
+        model.config.label_names = list(names)
 
 
 def limit_training(model: nn.Module, trainable: str, num_labels: int, rank: int = 8) -> None:

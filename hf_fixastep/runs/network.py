@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import os
 from typing import Any
 
 from huggingface_hub.errors import StrictDataclassError
-from transformers import (
-    CONFIG_MAPPING,
-    AutoConfig,
-    AutoImageProcessor,
-    AutoModelForImageClassification,
-    ViTImageProcessor,
-)
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForImageClassification, ViTImageProcessor
 
 from hf_fixastep.checks import check_choice
-from hf_fixastep.hub.client import pull
+from hf_fixastep.hub.loading import load_network
 from hf_fixastep.runs.arguments import ModelArguments
 from hf_fixastep.runs.recipe import read_mapping
 
@@ -26,22 +20,13 @@ def load_model(args: ModelArguments, num_labels: int, preset: str) -> tuple[Any,
         processor = build_processor(args)
         return AutoModelForImageClassification.from_config(build_config(args, num_labels, preset)), processor
     try:
-        folder = args.model if Path(args.model).is_dir() else pull(args.model)
-        processor = AutoImageProcessor.from_pretrained(folder, trust_remote_code=False)
-        model = AutoModelForImageClassification.from_pretrained(
-            folder,
-            num_labels=num_labels,
-            ignore_mismatched_sizes=True,
-            trust_remote_code=False,
-            use_safetensors=True,
-        )
-    except (OSError, ValueError) as error:
-        reason = str(error).splitlines()[0]
+        return load_network(args.model, num_labels)
+    except ValueError as error:
+        if os.path.isdir(args.model):
+            raise
         raise ValueError(
-            f"{args.model} is no model type, and no model could be loaded from it: {reason}"
+            f"{args.model} is no model type, and no model could be loaded from it: {error}"
         ) from error
-    model.config.name_or_path = args.model
-    return model, processor
 
 
 def build_config(args: ModelArguments, num_labels: int, preset: str) -> Any:

@@ -56,6 +56,7 @@ class RunReport:
             "loss": losses.get(type(trainer.loss), type(trainer.loss).__name__),
             "gate": trainer.args.gate,
             "mix_labeled": trainer.mix_labeled,
+            "teacher_decay": trainer.teacher_decay,
             "steps": state.global_step,
             "in_progress": trainer.is_in_train,
             "best_step": state.best_global_step if self.is_best() else None,

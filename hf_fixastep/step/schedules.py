@@ -1,4 +1,4 @@
-"""The 7/16 cosine of the learning rate, and ramps of the unlabeled weight."""
+"""The 7/16 cosine of the learning rate, ramps of the unlabeled weight, and the decay of the teacher."""
 
 from __future__ import annotations
 
@@ -26,3 +26,8 @@ def unlabeled_ramp(kind: str, step: int, length: float) -> float:
 def ramp_length(setting: float, max_steps: int) -> float:
     """Steps of a ramp: a setting up to 1 is a share of the run, a larger one is a number of steps."""
     return setting * max_steps if setting <= 1 else setting
+
+
+def fitted_decay(max_steps: int) -> float:
+    """Of a teacher that averages about the last twentieth of a run, and at most a thousand steps."""
+    return min(0.999, max(0.0, 1 - 20 / max_steps))

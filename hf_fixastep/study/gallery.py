@@ -81,7 +81,7 @@ def mix_first_batch(trainer: FixAStepTrainer) -> Mixed | None:
         return None
     args = trainer.args
     inputs: Any = send_to_device(next(iter(trainer.get_train_dataloader())), args.device)
-    trainer.model.train()  # guesses use the statistics of the batch, as in the training
+    trainer.train_mode(trainer.model)  # guesses use the statistics of the batch, as in the training
     batch, step = trainer.make_batch(inputs), inputs["step"]
     mixed = trainer.mix(trainer.model, batch, step)
     rows = len(batch.y)

@@ -10,9 +10,9 @@ from PIL import Image
 from safetensors.torch import load_file
 from transformers import BertConfig, ViTImageProcessor, ViTModel, pipeline
 
-from hf_fixastep.evaluation import classifier
 from hf_fixastep.evaluation.calibration import Calibration
 from hf_fixastep.evaluation.classifier import Classifier
+from hf_fixastep.hub import loading
 from tests.short_runs import tiny_processor, tiny_vit, tiny_wide_resnet
 
 
@@ -101,7 +101,7 @@ def test_a_model_of_grey_images_gets_one_channel(tmp_path, picture):
 
 def test_a_model_on_the_hub_is_pulled_at_its_revision(folder, monkeypatch):
     asked = []
-    monkeypatch.setattr(classifier, "pull", lambda *request: asked.append(request) or folder)
+    monkeypatch.setattr(loading, "pull", lambda *request: asked.append(request) or folder)
     model = Classifier("org/name", revision="v1").model
     assert asked == [("org/name", "v1")]
     assert torch.equal(model.classifier.bias, load_file(folder / "model.safetensors")["classifier.bias"])
@@ -134,7 +134,7 @@ def with_code(folder):
 @pytest.mark.parametrize(
     ("damage", "sentence"),
     [
-        (pickled, "no file named model.safetensors"),
+        (pickled, "holds no safetensors"),
         (with_code, "custom code"),
         (
             lambda folder: ViTModel(tiny_vit().config).save_pretrained(folder),
@@ -149,7 +149,7 @@ def with_code(folder):
             lambda folder: ViTImageProcessor(size={"height": 12, "width": 12}).save_pretrained(folder),
             "does not fit",
         ),
-        (lambda folder: set_config(folder, id2label=["a"]), "No classifier could be loaded"),
+        (lambda folder: set_config(folder, id2label=["a"]), "No network could be loaded"),
         (lambda folder: set_config(folder, calibration={"temperature": 0}), "a temperature above 0"),
     ],
     ids=[

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from hf_fixastep.methods import preset
-from hf_fixastep.step.schedules import cosine_7_16, ramp_length, unlabeled_ramp
+from hf_fixastep.step.schedules import cosine_7_16, fitted_decay, ramp_length, unlabeled_ramp
 
 
 # ---- the learning rate [12]
@@ -154,3 +154,12 @@ def test_the_paper_preset_ramps_the_unlabeled_weight(loss: str, shares: list[flo
     length = ramp_length(settings["unlabeled_warmup_steps"], 1000)
     found = [unlabeled_ramp(settings["unlabeled_ramp"], step, length) for step in (100, 200, 399, 400, 1000)]
     assert found == pytest.approx(shares)
+
+
+@pytest.mark.parametrize(
+    ("steps", "decay"), [(1, 0), (20, 0), (40, 0.5), (400, 0.95), (20_000, 0.999), (10**6, 0.999)]
+)
+def test_a_fitted_teacher_averages_a_twentieth_of_the_run_and_at_most_a_thousand_steps(
+    steps: int, decay: float
+) -> None:
+    assert fitted_decay(steps) == pytest.approx(decay, abs=1e-12)
