@@ -81,7 +81,8 @@ class TestReading:
             PIL.Image.fromarray(noise(0, 6, 5, 3)).convert("L" if mode == "I;16" else "RGB").convert(mode)
         )
         path = tmp_path / ("image.tif" if mode in ("CMYK", "YCbCr", "I", "F") else "image.png")
-        picture.save(path)
+        # Pillow 12.3 writes uncompressed YCbCr that it takes for truncated itself.
+        picture.save(path, **({"compression": "tiff_lzw"} if mode == "YCbCr" else {}))
         image = read_picture(str(path)).image
         assert image.mode == ("L" if mode in ("1", "L", "LA", "I", "F", "I;16") else "RGB")
         assert image.size == (5, 6)
