@@ -21,7 +21,8 @@ from hf_fixastep.step.schedules import RAMPS
 
 logger = logging.getLogger(__name__)
 
-TRAINABLE = ("all", "head_and_norms", "lora")
+TRAINABLE = ("all", "head", "head_and_norms", "lora")
+KEEP = ("model", "numbers")
 
 
 def preset_field(text: str) -> Any:
@@ -77,7 +78,7 @@ class FixAStepConfig(TrainingArguments):
         "1 - 20 / steps, at most 0.999."
     )
     trainable: str = own_field(
-        "all", "What of the model is trained: all, head_and_norms, or lora (needs peft)."
+        "all", "What of the model is trained: all, head, head_and_norms, or lora (needs peft)."
     )
     lora_rank: int = own_field(8, "Rank of the changes that lora trains.")
     labeled_view: str = preset_field("Augmentation of labeled images: weak or strong.")
@@ -85,6 +86,9 @@ class FixAStepConfig(TrainingArguments):
     cutout: float = preset_field("Box of the strong view: below 1 a share of the side, otherwise pixels.")
     cpu_threads: int | None = own_field(
         None, "Threads on a CPU; 1 is best for tiny networks. If not given, torch's."
+    )
+    keep: str = own_field(
+        "model", "What a finished run leaves: the model with figures and a card, or its numbers alone."
     )
     steps_per_epoch: int = own_field(1024, "What the Trainer calls an epoch, in batches.")
     lr_cycle_steps: float = preset_field(
@@ -166,6 +170,7 @@ class FixAStepConfig(TrainingArguments):
         check_choice("class_weights", self.class_weights, ("none", "balanced"))
         check_choice("labeled_view", self.labeled_view, ("weak", "strong"))
         check_choice("trainable", self.trainable, TRAINABLE)
+        check_choice("keep", self.keep, KEEP)
         for name in (
             "head_rate_factor",
             "lora_rank",

@@ -31,6 +31,7 @@ from hf_fixastep.hub.pushing import PushingTrainer
 from hf_fixastep.losses import get_loss
 from hf_fixastep.losses.base import Losses, SemiSupervisedLoss
 from hf_fixastep.losses.functional import class_weights
+from hf_fixastep.models.head import FeatureHead
 from hf_fixastep.models.trainable import limit_training, name_classes
 from hf_fixastep.step.batch import SemiBatch
 from hf_fixastep.step.examples import ExampleGate, check_examples
@@ -202,7 +203,8 @@ class FixAStepTrainer(CheckpointingTrainer, PushingTrainer):
     def _fit(self, model: Any, args: FixAStepConfig) -> None:
         name_classes(model, self.class_names)
         model.to(memory_format=torch.channels_last)
-        limit_training(model, args.trainable, len(self.class_names), args.lora_rank)
+        if not isinstance(model, FeatureHead):  # of which there is nothing to leave out
+            limit_training(model, args.trainable, len(self.class_names), args.lora_rank)
 
     def call_model_init(self, trial: Any = None) -> Any:
         model = super().call_model_init(trial)

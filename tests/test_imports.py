@@ -74,14 +74,14 @@ ALLOWED = {
     "echo.prediction": {"data", "echo", "evaluation", "runs"},
     "echo.report": {"evaluation", "plots"},
     "echo": {"data"},
-    "features": {"data", "step"},
+    "features": {"data", "models", "step"},
     # runs, studies and commands
     "runs.recipe": set(),
     "runs.arguments": {"runs.recipe"},
     "runs.report": {"checkpoints", "evaluation.intervals", "hub.cards", "losses"},
     "runs": {
-        *("checkpoints", "config", "data", "echo.files", "evaluation", "hub", "losses", "plots"),
-        *("procedures", "trainer"),
+        *("checkpoints", "config", "data", "echo.files", "evaluation", "features", "hub", "losses"),
+        *("methods", "models", "plots", "procedures", "trainer"),
     },
     "study": {
         *("_compat.dispatch", "callbacks", "checkpoints", "config", "data", "losses", "methods", "plots"),

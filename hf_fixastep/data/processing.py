@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -67,3 +68,16 @@ def check_views(needed: Sequence[str], has_unlabeled: bool, loss: str) -> None:
             f"{loss} needs the views {', '.join(needed)} of unlabeled images, but there is no "
             "unlabeled_dataset. Pass one, or train with loss='supervised'."
         )
+
+
+def with_size(processor: Any, size: int) -> Any:
+    """The same processor for images of another side; the share that a centre crop keeps stays."""
+    changed = copy.deepcopy(processor)
+    if getattr(processor, "do_center_crop", None):
+        edge = processor.size.get("shortest_edge") or processor.size.get("height")
+        crop = processor.crop_size.get("height") or processor.crop_size.get("shortest_edge")
+        changed.size = type(processor.size)(shortest_edge=round(size * edge / crop))
+        changed.crop_size = type(processor.crop_size)(height=size, width=size)
+    else:
+        changed.size = type(processor.size)(height=size, width=size)
+    return changed

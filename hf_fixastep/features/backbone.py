@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import json
+import os
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
@@ -14,7 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from hf_fixastep.data.files import to_grey_or_rgb
+from hf_fixastep.data.processing import with_size
 from hf_fixastep.data.views import Views
+from hf_fixastep.models.head import put_head
 from hf_fixastep.step.forwards import classification_head, head_inputs
 
 
@@ -71,6 +73,14 @@ class Backbone:
             self.model(pixel_values=images)
         return seen[0].float()
 
+    def save(
+        self, weight: Tensor, bias: Tensor, class_names: Sequence[str], folder: str | os.PathLike[str]
+    ) -> None:
+        """Write the network with another head, and its image processor, as `from_pretrained` reads them."""
+        self.head = put_head(self.model, self.head, weight, bias, class_names)
+        self.model.save_pretrained(folder)
+        self.processor.save_pretrained(folder)
+
     @cached_property
     def identity(self) -> dict[str, str]:
         """Hashes of all that the features depend on besides images and views."""
@@ -91,16 +101,3 @@ class Backbone:
 
 def is_eighth_bit(processor: Any) -> bool:
     return abs(getattr(processor, "rescale_factor", 1 / 255) * 255 - 1) < 1e-6
-
-
-def with_size(processor: Any, size: int) -> Any:
-    """The same processor for images of another side; the share that a centre crop keeps stays."""
-    changed = copy.deepcopy(processor)
-    if getattr(processor, "do_center_crop", None):
-        edge = processor.size.get("shortest_edge") or processor.size.get("height")
-        crop = processor.crop_size.get("height") or processor.crop_size.get("shortest_edge")
-        changed.size = type(processor.size)(shortest_edge=round(size * edge / crop))
-        changed.crop_size = type(processor.crop_size)(height=size, width=size)
-    else:
-        changed.size = type(processor.size)(height=size, width=size)
-    return changed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,6 +11,8 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import ImageClassifierOutputWithNoAttention
+
+from hf_fixastep.models.trainable import name_classes
 
 
 @strict
@@ -106,23 +109,21 @@ class FeatureHead(PreTrainedModel):
         return output if return_dict is not False else output.to_tuple()
 
 
-def put_head(model: Any, head: nn.Linear, weight: Tensor, bias: Tensor, class_names: list[str]) -> None:
-    """Give a network another linear head, with classes of its own.
+def put_head(
+    model: Any, head: nn.Linear, weight: Tensor, bias: Tensor, class_names: Sequence[str]
+) -> nn.Linear:
+    """Give a network another linear head, with classes of its own; returns it.
 
     Args:
         head: the layer to be replaced.
     """
-    for name, module in model.named_modules():
-        if module is head:
-            parent, _, own = name.rpartition(".")
-            new = nn.Linear(
-                head.in_features, len(class_names), device=head.weight.device, dtype=head.weight.dtype
-            )
-            with torch.no_grad():
-                new.weight.copy_(weight)
-                new.bias.copy_(bias)
-            setattr(model.get_submodule(parent), own, new)
-            break
+    name = next(name for name, module in model.named_modules() if module is head)
+    parent, _, own = name.rpartition(".")
+    new = nn.Linear(head.in_features, len(class_names), device=head.weight.device, dtype=head.weight.dtype)
+    with torch.no_grad():
+        new.weight.copy_(weight)
+        new.bias.copy_(bias)
+    setattr(model.get_submodule(parent), own, new)
     model.config.num_labels = len(class_names)
-    model.config.id2label = dict(enumerate(class_names))
-    model.config.label2id = {name: number for number, name in enumerate(class_names)}
+    name_classes(model, class_names)
+    return new

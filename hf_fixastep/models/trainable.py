@@ -35,7 +35,7 @@ def limit_training(model: nn.Module, trainable: str, num_labels: int, rank: int 
     """Freeze what is not to be trained.
 
     Args:
-        trainable: all, head_and_norms, or lora (with the head).
+        trainable: all, head, head_and_norms, or lora (with the head).
         rank: of LoRA; its scale is 2.
     """
     if trainable == "all":
@@ -44,7 +44,7 @@ def limit_training(model: nn.Module, trainable: str, num_labels: int, rank: int 
     model.requires_grad_(False)
     if trainable == "lora":
         add_lora(model, head, rank)
-    else:
+    elif trainable == "head_and_norms":
         for module in model.modules():
             if isinstance(module, NORMS):
                 module.requires_grad_(True)

@@ -72,9 +72,14 @@ class ModelArguments:
 
     model: str = option("", "A model type to build from scratch, or a folder or Hub name to start from.")
     model_kwargs: dict | str | None = option(None, "Config of a model built from scratch, as YAML.")
-    image_size: int | None = option(None, "Side of the images, for a model from scratch.")
+    image_size: int | None = option(
+        None, "Side of the images: of a model from scratch, or if not that of a pretrained one's processor."
+    )
     image_mean: list[float] | None = option(None, "Mean per channel, of values in 0..1.")
     image_std: list[float] | None = option(None, "Standard deviation per channel.")
+    cache_dir: str | None = option(
+        None, "Where features of frozen networks are kept; by default with the files of Hugging Face."
+    )
 
     def __post_init__(self) -> None:
         if not self.model:

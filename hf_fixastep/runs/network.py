@@ -9,18 +9,24 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForImageClassification, ViTImageProcessor
 
 from hf_fixastep.checks import check_choice
+from hf_fixastep.data.processing import with_size
 from hf_fixastep.hub.loading import load_network
 from hf_fixastep.runs.arguments import ModelArguments
 from hf_fixastep.runs.recipe import read_mapping
 
 
+def is_pretrained(args: ModelArguments) -> bool:
+    return args.model not in CONFIG_MAPPING
+
+
 def load_model(args: ModelArguments, num_labels: int, preset: str) -> tuple[Any, Any]:
     """Model and image processor: from scratch if `model` is a model type, otherwise pretrained."""
-    if args.model in CONFIG_MAPPING:
+    if not is_pretrained(args):
         processor = build_processor(args)
         return AutoModelForImageClassification.from_config(build_config(args, num_labels, preset)), processor
     try:
-        return load_network(args.model, num_labels)
+        model, processor = load_network(args.model, num_labels)
+        return model, processor if args.image_size is None else with_size(processor, args.image_size)
     except ValueError as error:
         if os.path.isdir(args.model):
             raise

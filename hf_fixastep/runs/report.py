@@ -28,6 +28,7 @@ class RunReport:
     def __init__(self, trainer: FixAStepTrainer) -> None:
         self.trainer = trainer
         self.dataset: dict[str, Any] = {}  # name, config and whether it is medical, where someone knows
+        self.loss: str | None = None  # its name, if not that of the trainer's loss
         self.recipe: dict[str, Any] | None = None  # the settings given, where someone knows
         # "probe" and "labeled-only", each with its test_accuracy and the like, where they were measured
         self.baselines: dict[str, dict[str, float]] = {}
@@ -53,7 +54,7 @@ class RunReport:
         timing = ("_second", "_time", "_runtime")
         return {
             "procedure": trainer.args.procedure,
-            "loss": losses.get(type(trainer.loss), type(trainer.loss).__name__),
+            "loss": self.loss or losses.get(type(trainer.loss), type(trainer.loss).__name__),
             "gate": trainer.args.gate,
             "mix_labeled": trainer.mix_labeled,
             "teacher_decay": trainer.teacher_decay,
@@ -100,12 +101,16 @@ class RunReport:
         return None
 
     def write(self, facts: dict[str, Any]) -> None:
-        """Leave facts, settings and card beside the saved model."""
+        """Leave facts and settings, and beside a saved model its card."""
         from hf_fixastep.hub.cards import model_card  # here, as facts need no card
 
-        weights = {"weights": digest(self.folder / WEIGHTS)}  # so that no other model gets this card
-        (self.folder / METRICS).write_text(json.dumps(facts | weights, indent=2))
+        if saved := self.trainer.args.keep == "model":
+            # So that no other model gets this card.
+            facts = facts | {"weights": digest(self.folder / WEIGHTS)}
+        (self.folder / METRICS).write_text(json.dumps(facts, indent=2))
         (self.folder / RECIPE).write_text(yaml.safe_dump(self.settings()))
+        if not saved:
+            return
         args, run = self.trainer.args, RunFolder.read(self.folder)
         card = model_card(run, args.hub_model_id, args.hub_license, args.hub_intended_use)
         (self.folder / CARD).write_text(card, encoding="utf-8")

@@ -22,13 +22,23 @@ from hf_fixastep.data.features import Examples
 from hf_fixastep.data.registry import is_medical, load_dataset
 from hf_fixastep.echo.files import is_phantom
 from hf_fixastep.evaluation.metrics import evaluate_classifier
+from hf_fixastep.features.backbone import Backbone
 from hf_fixastep.hub.checks import check_intended_use
+from hf_fixastep.methods import BASELINES
 from hf_fixastep.plots import save_figures
 from hf_fixastep.procedures import get_procedure
 from hf_fixastep.procedures.rounds import PROCEDURE, run_procedure
 from hf_fixastep.runs.arguments import DataArguments, ModelArguments, parse
 from hf_fixastep.runs.folder import LOG, METRICS, PREDICTIONS
-from hf_fixastep.runs.network import load_model
+from hf_fixastep.runs.heads import (
+    NEIGHBOURS,
+    HeadTrainer,
+    baselines,
+    embed_splits,
+    frozen_data,
+    take_baseline,
+)
+from hf_fixastep.runs.network import is_pretrained, load_model
 from hf_fixastep.trainer import FixAStepTrainer
 
 
@@ -57,26 +67,43 @@ def prepare(argv: list[str]) -> tuple[FixAStepTrainer, Any, Callable[[], object]
         check_intended_use(medical, args.hub_intended_use)
     procedure = get_procedure(args.procedure, **args.procedure_kwargs) if args.procedure else None
     set_seed(args.seed)
-    data = load_data(data_args)
-    network = model_args, data["labeled"].features["label"].num_classes, args.preset
-    model, processor = load_model(*network)
-    trainer = FixAStepTrainer(
-        model,
-        args,
-        train_dataset=data["labeled"],
-        unlabeled_dataset=data["unlabeled"],
-        eval_dataset=data["validation"],
-        processing_class=processor,
-    )
+    make = partial(load_network_and_data, data_args, model_args, args.preset)
+    trainer: FixAStepTrainer
+    if args.loss == NEIGHBOURS and args.keep == "model":
+        raise ValueError("Nearest neighbours leave no model; give --keep numbers, or --loss probe.")
+    if args.trainable == "head" or args.loss in BASELINES:
+        backbone, data, config_name = frozen_data(make, data_args, model_args, args)
+        trainer = HeadTrainer(backbone, args, data)
+        if is_pretrained(model_args) and args.keep == "model" and args.loss not in BASELINES:
+            trainer.card.baselines = baselines(backbone, data, args)
+    else:
+        model, processor, data = make()
+        measured, config_name = {}, data["test"].info.config_name
+        if is_pretrained(model_args) and args.keep == "model":  # before the training changes the network
+            tested = {name: data[name] for name in ("labeled", "validation", "test")}
+            backbone = Backbone(model, processor)
+            measured = baselines(backbone, embed_splits(tested, backbone, model_args, args), args)
+            set_seed(args.seed)
+        trainer = FixAStepTrainer(
+            model,
+            args,
+            train_dataset=data["labeled"],
+            unlabeled_dataset=data["unlabeled"],
+            eval_dataset=data["validation"],
+            processing_class=processor,
+        )
+        trainer.card.baselines = measured
     trainer.card.dataset = {
         "name": data_args.dataset,
-        "config": data["test"].info.config_name,
+        "config": config_name,
         "medical": medical,
         "phantom": is_phantom(data_args.data_dir),
     }
     trainer.card.recipe = given
+    if isinstance(trainer, HeadTrainer) and args.loss in BASELINES:
+        return trainer, data, partial(take_baseline, trainer)
     if procedure is not None:
-        run = partial(run_procedure, procedure, trainer, data["unlabeled"], lambda: load_model(*network)[0])
+        run = partial(run_procedure, procedure, trainer, data["unlabeled"], lambda: make()[0])
         return trainer, data, partial(run, resume=checkpoint is not None)
     if checkpoint is not None:
         trainer.check_checkpoint(checkpoint)
@@ -102,13 +129,21 @@ def load_data(args: DataArguments) -> Any:
     return load_dataset(args.dataset, args.config, **args.settings)
 
 
+def load_network_and_data(data_args: DataArguments, model_args: ModelArguments, preset: str) -> tuple:
+    """Model, image processor and the splits of the data."""
+    data = load_data(data_args)
+    return *load_model(model_args, data["labeled"].features["label"].num_classes, preset), data
+
+
 def finish(trainer: FixAStepTrainer, data: Any) -> None:
     """Test the model and leave it with its numbers, figures and card in the output folder."""
     folder = Path(str(trainer.args.output_dir))
     validation = trainer.evaluate(metric_key_prefix="validation")
     images = trainer.images(data["test"])
     test = trainer.predict(images, metric_key_prefix="test")
-    trainer.save_model(_internal_call=True)  # on all processes, each may hold a shard; the push comes last
+    if trainer.args.keep == "model":
+        # On all processes, for each may hold a shard; the push comes last.
+        trainer.save_model(_internal_call=True)
     raw = raw_metrics(trainer, images)
     if not trainer.is_world_process_zero():
         return
@@ -117,11 +152,14 @@ def finish(trainer: FixAStepTrainer, data: Any) -> None:
     metrics = trainer.card.facts({**validation, **(test.metrics or {}), **tested, **raw}, {"test": images})
     answers = pd.DataFrame({"label": labels, "prediction": logits.argmax(-1)})
     answers.to_csv(folder / PREDICTIONS, index=False)
-    # All classes, also those that test images of one's own may lack.
-    confusion = confusion_matrix(
-        answers["label"], answers["prediction"], labels=range(len(trainer.class_names))
-    )
-    figures = save_figures(pd.read_csv(folder / LOG), confusion, trainer.class_names, folder)
+    figures: list[Path] = []
+    if trainer.args.keep == "model":
+        # All classes, also those that test images of one's own may lack.
+        confusion = confusion_matrix(
+            answers["label"], answers["prediction"], labels=range(len(trainer.class_names))
+        )
+        log = pd.read_csv(folder / LOG) if (folder / LOG).is_file() else pd.DataFrame({"step": []})
+        figures = save_figures(log, confusion, trainer.class_names, folder)
     trainer.card.write(metrics)
     print_table(metrics, folder, figures)
     if trainer.args.push_to_hub:
@@ -142,6 +180,8 @@ def raw_metrics(trainer: FixAStepTrainer, images: Examples) -> dict[str, float]:
 def print_table(metrics: dict[str, Any], folder: Path, figures: list[Path]) -> None:
     name = metrics["procedure"] or metrics["loss"]
     title = f"{name}, gate {metrics['gate']}, mix_labeled {metrics['mix_labeled']}"
+    if name in BASELINES:
+        title = BASELINES[name]
     baselines = metrics.get("baselines") or {}
     title = "PHANTOM DATA, " * metrics["dataset"]["phantom"] + title
     table = Table("", "this run" if baselines else "value", *baselines, title=title)

@@ -174,20 +174,47 @@ def check(runs: dict[str, dict[str, Any]]) -> None:
                 raise ValueError(f"Run {name}: {str(error).replace(str(path), 'its settings')}") from error
 
 
-# ---- one run, in a process of its own
+def batch_of(name: str, settings: dict[str, Any]) -> str:
+    """Runs of the same batch share a process: heads on the features of the same images, which take seconds.
+
+    All others have a process of their own.
+    """
+    if settings.get("trainable") != "head":
+        return name
+    shared = {f.name for kind in (DataArguments, ModelArguments) for f in dataclasses.fields(kind)}
+    return json.dumps({key: settings[key] for key in sorted(shared & settings.keys())})
 
 
-def work(folder: Path, settings: dict[str, Any], sweep: Connection) -> None:
+# ---- the runs of a process
+
+
+def work(runs: list[tuple[Path, dict[str, Any]]], sweep: Connection) -> None:
+    """One run after the other; the exit code is that of the last one that ended with an error."""
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    threading.Thread(target=stop_with, args=(sweep,), daemon=True).start()
+    code: Any = 0
+    for folder, settings in runs:
+        try:
+            work_on(folder, settings)
+        except SystemExit as end:
+            if isinstance(end.code, int) and end.code > 128:  # a signal is for all of them
+                raise
+            if isinstance(end.code, str):
+                print(end.code, file=sys.stderr, flush=True)
+            code = end.code if end.code == TAKEN else 1
+    sys.exit(code)
+
+
+def work_on(folder: Path, settings: dict[str, Any]) -> None:
     """Train from the start or from the last checkpoint, unless another sweep is at it or has finished it."""
     folder.mkdir(parents=True, exist_ok=True)
     with claimed(folder):
         if (folder / FINISHED).is_file():
             return
-        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-        threading.Thread(target=stop_with, args=(sweep,), daemon=True).start()
         log = os.open(folder / TRAIN_LOG, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(log, 1)
         os.dup2(log, 2)
+        os.close(log)
         start, resumed = time.monotonic(), bool(checkpoints(folder) or (folder / PROCEDURE).is_file())
         if not resumed:
             (folder / METRICS).unlink(missing_ok=True)
@@ -246,7 +273,7 @@ class Sweep:
         self.folder, self.every, self.runs, self.jobs = folder, every, shard_of(args.shard, every), args.jobs
         self.rows: dict[str, dict[str, Any]] = {}
         self.failed: dict[str, int] = {}
-        self.active: dict[str, tuple[Any, Connection]] = {}
+        self.active: dict[tuple[str, ...], tuple[Any, Connection]] = {}  # processes by their runs
         # The libraries are imported once, not in every run.
         self.context = multiprocessing.get_context("forkserver")
         modules = ("procedures", "plots", "data.registry")
@@ -260,18 +287,19 @@ class Sweep:
         print(f"{len(self.runs)} runs in {self.folder}, {done} finished already", flush=True)
         try:
             while waiting or self.active:
-                while len(self.active) < self.jobs and (name := self.free_run(waiting)):
-                    self.start(name)
+                while len(self.active) < self.jobs and (names := self.free_runs(waiting)):
+                    self.start(names)
                 wait([process.sentinel for process, _ in self.active.values()], timeout=POLL)
-                for name, code in self.ended():
-                    if code == TAKEN:
+                if ended := self.ended():
+                    self.collect()
+                for name, code in ended:
+                    if name in self.rows:
+                        print(self.progress(name, waiting), flush=True)
+                    elif code == TAKEN:
                         waiting.append(name)
-                    elif code != 0:
+                    else:
                         self.failed[name] = code
                         print(f"failed: {name}", flush=True)
-                    else:
-                        self.collect()
-                        print(self.progress(name, waiting), flush=True)
         finally:
             for _, connection in self.active.values():
                 connection.close()
@@ -279,31 +307,39 @@ class Sweep:
                 process.join()
             self.collect()
 
-    def free_run(self, waiting: deque[str]) -> str | None:
-        """The first run that no other sweep is at; those that another sweep has finished are dropped."""
-        for name in list(waiting):
-            folder = self.folder / name
-            if (folder / FINISHED).is_file() or not is_claimed(folder):
-                waiting.remove(name)
-                if not (folder / FINISHED).is_file():
-                    return name
-        return None
+    def free_runs(self, waiting: deque[str]) -> tuple[str, ...]:
+        """The first runs that share a process and that no other sweep is at.
 
-    def start(self, name: str) -> None:
+        Those that another sweep has finished are dropped.
+        """
+        found: list[str] = []
+        batch = None
+        for name in list(waiting):
+            own = batch_of(name, self.runs[name])
+            folder = self.folder / name
+            if batch not in (None, own) or not ((folder / FINISHED).is_file() or not is_claimed(folder)):
+                continue
+            waiting.remove(name)
+            if not (folder / FINISHED).is_file():
+                batch = own
+                found.append(name)
+        return tuple(found)
+
+    def start(self, names: tuple[str, ...]) -> None:
         theirs, ours = self.context.Pipe(duplex=False)
-        what = self.folder / name, self.runs[name], theirs
-        process = self.context.Process(target=work, args=what, name=name)
+        runs = [(self.folder / name, self.runs[name]) for name in names]
+        process = self.context.Process(target=work, args=(runs, theirs), name=names[0])
         process.start()
         theirs.close()
-        self.active[name] = process, ours
+        self.active[names] = process, ours
 
     def ended(self) -> list[tuple[str, int]]:
-        over = [name for name, (process, _) in self.active.items() if not process.is_alive()]
+        over = [names for names, (process, _) in self.active.items() if not process.is_alive()]
         codes = []
-        for name in over:
-            process, connection = self.active.pop(name)
+        for names in over:
+            process, connection = self.active.pop(names)
             connection.close()
-            codes.append((name, process.exitcode))
+            codes += [(name, process.exitcode) for name in names]
         return codes
 
     def collect(self) -> None:
@@ -317,7 +353,8 @@ class Sweep:
 
     def progress(self, name: str, waiting: deque[str]) -> str:
         row, done = self.rows[name], len(self.runs.keys() & (self.rows.keys() | self.failed.keys()))
-        left = sum(self.expected(other) for other in (*waiting, *self.active)) / self.jobs
+        active = [each for names in self.active for each in names]
+        left = sum(self.expected(other) for other in (*waiting, *active)) / self.jobs
         accuracy = f"validation accuracy {100 * row['validation_accuracy']:.1f} %, {row['seconds']:.0f} s"
         return f"[{done}/{len(self.runs)}] {name}: {accuracy}; about {timedelta(seconds=round(left))} left"
 

@@ -15,8 +15,9 @@ import pytest
 import torch
 
 from hf_fixastep.data.features import Features
+from hf_fixastep.data.processing import with_size
 from hf_fixastep.features import embed as module
-from hf_fixastep.features.backbone import Backbone, with_size
+from hf_fixastep.features.backbone import Backbone
 from hf_fixastep.features.embed import CHUNK, embed
 from hf_fixastep.step.forwards import head_inputs
 from tests.features.networks import pictures, tiny_backbone, tiny_network, tiny_processor
