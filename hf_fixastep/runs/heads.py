@@ -34,7 +34,7 @@ PROBE, NEIGHBOURS = BASELINES  # as `loss`: no training, but what others are com
 
 
 class HeadTrainer(FixAStepTrainer):
-    """Trains a head on cached features; what it saves at the end is the whole network with that head.
+    """Trains a head on cached features, from the probe on; it saves the whole network with that head.
 
     Args:
         features: of the splits labeled, unlabeled and validation.
@@ -77,19 +77,23 @@ class HeadTrainer(FixAStepTrainer):
 
 
 def new_head(features: Mapping[str, Features], with_pile: bool) -> FeatureHead:
-    """A head that standardises by the labeled images, and by the pile too unless it must not be looked at."""
-    labeled = features["labeled"]
+    """A head that answers as the probe does.
+
+    It standardises by the labeled images, and by the pile too unless that must not be looked at.
+    """
+    labeled, probe = features["labeled"], probe_of(features["labeled"])
     seen = [labeled.plain()]
     if with_pile and "unlabeled" in features:
         seen.append(features["unlabeled"].plain())
-    (size,) = labeled.row_shape
-    classes = len(labeled.class_names or ()) or int(labeled.labels.max()) + 1  # type: ignore[union-attr]
+    classes, size = probe.weight.shape
     head = FeatureHead(FeatureHeadConfig(size=size, num_labels=classes))  # type: ignore[call-arg]
     head.standardise(*standardisation(np.concatenate(seen), size))
+    head.start_from(probe.weight, probe.bias)
     return head
 
 
-# The last one made: runs of a sweep in one process share it.
+# The last ones made: runs of a sweep in one process share them.
+PROBES: dict[str, Probe] = {}  # by the fingerprint of the labeled images
 LAST: dict[str, tuple[Backbone, dict[str, Features], str]] = {}
 
 
@@ -127,20 +131,21 @@ def embed_splits(
     return found
 
 
-def probe_of(features: Mapping[str, Features]) -> Probe:
+def probe_of(labeled: Features) -> Probe:
     """Of the labeled images alone, for nobody needs a pile to fit it."""
-    labeled = features["labeled"]
-    labels = np.asarray(labeled.labels)
-    return fit_probe(labeled.plain(), labels, len(labeled.class_names or ()) or int(labels.max()) + 1)
+    if labeled.fingerprint not in PROBES:
+        labels = np.asarray(labeled.labels)
+        classes = len(labeled.class_names or ()) or int(labels.max()) + 1
+        PROBES.clear()
+        PROBES[labeled.fingerprint] = fit_probe(labeled.plain(), labels, classes)
+    return PROBES[labeled.fingerprint]
 
 
 def take_baseline(trainer: HeadTrainer) -> None:
     """In place of a training."""
     labeled = cast(Features, trainer.train_dataset)
     if trainer.args.loss == PROBE:
-        probe = probe_of({"labeled": labeled})
-        trainer.core_model.start_from(probe.weight, probe.bias)  # type: ignore[operator]
-        return
+        return  # which the head starts from
     fitted = fit_neighbours(labeled.plain(), np.asarray(labeled.labels), len(trainer.class_names))
     trainer.answer = lambda features: np.log(fitted.probabilities(features) + 1e-6)
 
@@ -167,7 +172,7 @@ def baselines(
     trainer.remove_callback(PrinterCallback)
     trainer.train()
     shutil.rmtree(str(own.output_dir))
-    answers = {PROBE: probe_of(features).logits, "labeled-only": partial(answers_of, trainer)}
+    answers = {PROBE: probe_of(features["labeled"]).logits, "labeled-only": partial(answers_of, trainer)}
     return {name: measure(answer, features) for name, answer in answers.items()}
 
 
