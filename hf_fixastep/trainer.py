@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 import os
 from typing import Any, cast
 
@@ -16,34 +14,31 @@ from torch.utils.data import DataLoader
 from transformers import ProgressCallback, set_seed
 
 from hf_fixastep import callbacks as own
-from hf_fixastep._compat.checkpointing import CheckpointingTrainer
-from hf_fixastep._compat.distributed import check_launch, reduction_by_gate
+from hf_fixastep._compat.distributed import check_launch
 from hf_fixastep._compat.optimizing import remember_lomo
 from hf_fixastep._compat.patches import allow_second_backward, tune_cpu
 from hf_fixastep.config import FixAStepConfig
 from hf_fixastep.data.features import CachedViews, Examples, Features
 from hf_fixastep.data.images import Images
-from hf_fixastep.data.loader import PairedLoader, as_is, generator_for
+from hf_fixastep.data.loader import PairedLoader, as_is
 from hf_fixastep.data.processing import check_classes, check_views, class_names, views_of
-from hf_fixastep.data.views import Views
 from hf_fixastep.evaluation.metrics import classification_metrics
 from hf_fixastep.hub.pushing import PushingTrainer
 from hf_fixastep.losses import get_loss
-from hf_fixastep.losses.base import Losses, SemiSupervisedLoss
+from hf_fixastep.losses.base import SemiSupervisedLoss
 from hf_fixastep.losses.functional import class_weights
 from hf_fixastep.models.head import FeatureHead
 from hf_fixastep.models.trainable import limit_training, name_classes
-from hf_fixastep.step.batch import SemiBatch
 from hf_fixastep.step.examples import ExampleGate, check_examples
-from hf_fixastep.step.forwards import average_buffers, batchnorm_layers, restore_buffers
-from hf_fixastep.step.gate import LABELED, UNLABELED, GradientSlots, gradient_slots
-from hf_fixastep.step.mixing import mix_labeled
+from hf_fixastep.step.forwards import batchnorm_layers
+from hf_fixastep.step.gate import gradient_slots
 from hf_fixastep.step.schedules import fitted_decay
 from hf_fixastep.step.teacher import Teacher
 from hf_fixastep.step.values import Values
+from hf_fixastep.stepping import SteppingTrainer
 
 
-class FixAStepTrainer(CheckpointingTrainer, PushingTrainer):
+class FixAStepTrainer(SteppingTrainer, PushingTrainer):
     """Train an image classifier on a few labeled and many unlabeled images.
 
     Args:
@@ -60,8 +55,6 @@ class FixAStepTrainer(CheckpointingTrainer, PushingTrainer):
 
     loss_is_scaled_for_ga = False  # our losses are means over one batch
     train_dataset: Examples
-    slots: GradientSlots
-    examples: ExampleGate | None = None  # for the gate per_example
 
     def __init__(
         self,
@@ -86,7 +79,6 @@ class FixAStepTrainer(CheckpointingTrainer, PushingTrainer):
         self.loss = loss or get_loss(args.loss, **cast(dict[str, Any], args.loss_kwargs))
         self.mix_labeled = args.mix_labeled and self.loss.mixable
         self.image_size: tuple[int, int] | None = None  # of images that are to be decoded
-        self.views: Views | CachedViews
         if isinstance(train_dataset, Features):
             self.views = CachedViews(*train_dataset.versions)
         else:
@@ -164,10 +156,6 @@ class FixAStepTrainer(CheckpointingTrainer, PushingTrainer):
             return None
         check_views(self.views_needed, dataset is not None, type(self.loss).__name__)
         return self.images(cast(Examples, dataset))
-
-    @property
-    def views_needed(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys([*self.loss.views, *(("weak", "weak_2") if self.mix_labeled else ())]))
 
     def get_train_dataloader(self) -> DataLoader:
         args = self.args
@@ -250,171 +238,6 @@ class FixAStepTrainer(CheckpointingTrainer, PushingTrainer):
         if self.args.teacher_decay is None and steps:
             return fitted_decay(steps)
         return self.args.teacher_decay
-
-    # ---- one step
-
-    def training_step(
-        self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None
-    ) -> Tensor:
-        """Two gradients, apart, and at the end of the optimizer step the decision of the gate."""
-        self.train_mode(model)
-        inputs = send_to_device(inputs, self.args.device)
-        watching = self.examples.watching() if self.examples else contextlib.nullcontext()
-        with reduction_by_gate(self.accelerator, model), watching:
-            if not self.loss.in_parts:
-                losses = self._both_at_once(model, inputs)
-            elif self.examples:
-                losses = self._labeled_first(model, inputs, self.examples)
-            else:
-                losses = self._unlabeled_first(model, inputs)
-        if self.accelerator.sync_gradients:
-            self._gate()
-        unlabeled = 0.0 if losses.unlabeled is None else self.unlabeled_weight * losses.unlabeled.detach()
-        return (losses.labeled.detach() + unlabeled) / self.current_gradient_accumulation_steps
-
-    def _both_at_once(self, model: nn.Module, inputs: dict[str, Any]) -> Losses:
-        with self.compute_loss_context_manager():
-            batch = self.mix(model, self.make_batch(inputs), inputs["step"])
-            losses = self.compute_losses(model, batch)
-        shared_graph = self.loss.batchnorm == "joint" and losses.unlabeled is not None
-        self._backward(LABELED, losses.labeled, retain_graph=shared_graph)
-        with self.examples.choosing() if self.examples else contextlib.nullcontext():
-            self._backward(UNLABELED, losses.unlabeled)
-        return losses
-
-    def _unlabeled_first(self, model: nn.Module, inputs: dict[str, Any]) -> Losses:
-        """The logits of the unlabeled images serve phase 1 as guesses."""
-        batch = self.make_batch(inputs)
-        with self.compute_loss_context_manager():
-            losses = self.compute_losses(model, batch.unlabeled_part())
-        self._backward(UNLABELED, losses.unlabeled)
-        losses.labeled = self._labeled_part(model, batch, inputs["step"])
-        return losses
-
-    def _labeled_first(self, model: nn.Module, inputs: dict[str, Any], examples: ExampleGate) -> Losses:
-        """Unlabeled images wait for the labeled gradient of the whole optimizer step, which judges them."""
-        batch = self.make_batch(inputs)
-        total = Losses(self._labeled_part(model, batch, inputs["step"]), None)
-        examples.waiting.append(inputs)
-        if not self.accelerator.sync_gradients:
-            return total
-        found = []
-        for part in examples.waiting:  # views are made anew: they take more memory than their images
-            unlabeled = (batch if part is inputs else self.make_batch(part)).unlabeled_part()
-            with self.compute_loss_context_manager():
-                losses = self.compute_losses(model, unlabeled)
-            with examples.choosing():
-                self._backward(UNLABELED, losses.unlabeled, last=part is inputs)
-                found.append(cast(Tensor, losses.unlabeled).detach())
-        examples.waiting.clear()
-        total.unlabeled = torch.stack(found).sum()
-        return total
-
-    def _labeled_part(self, model: nn.Module, batch: SemiBatch, draw: int) -> Tensor:
-        with self.compute_loss_context_manager():
-            batch = self.mix(model, batch, draw)
-            loss = self._divided("labeled", self.loss.labeled_part(model, batch))
-        self._backward(LABELED, loss)
-        return loss
-
-    def _backward(self, row: int, loss: Any, retain_graph: bool = False, last: bool = True) -> None:
-        """Add to a gradient of this optimizer step, and begin to reduce it after its last loss."""
-        if loss is None:
-            return
-        self.values.record({"loss/labeled" if row == LABELED else "loss/unlabeled": loss})
-        loss = loss / self.current_gradient_accumulation_steps
-        with self.slots.fill(row):
-            self.accelerator.backward(loss, retain_graph=retain_graph)
-        if self.accelerator.sync_gradients and last:
-            if row == LABELED and self.examples:
-                self.examples.learn(self.slots)
-            self.slots.start_reduce(row)
-
-    @property
-    def frozen_layers(self) -> list[nn.Module]:
-        """Batch norm that stays in eval mode."""
-        return batchnorm_layers(self.core_model) if self.args.batchnorm == "frozen" else []
-
-    def train_mode(self, model: nn.Module) -> None:
-        if not (model.training and self.model.training):  # an evaluation switches only the inner one
-            model.train()
-            if callable(getattr(self.optimizer, "train", None)):  # schedule-free optimizers
-                self.optimizer.train()
-        for layer in self.frozen_layers:  # always, for the Trainer may have switched the whole model
-            layer.eval()
-
-    def make_batch(self, inputs: dict[str, Any]) -> SemiBatch:
-        """Views of the drawn images, as a pure function of (seed, rank, draw)."""
-        args, draw = self.args, inputs["step"]
-
-        def generator(purpose: str, device: torch.device | str = "cpu") -> torch.Generator:
-            return generator_for(args.seed, args.process_index, draw, purpose, device=device)
-
-        # Not F.one_hot, which on a CPU looks at the labels.
-        y = torch.eye(self.model.config.num_labels, device=inputs["labels"].device)[inputs["labels"]]
-        x = self.views((args.labeled_view,), inputs["pixel_values"], generator("labeled"))[args.labeled_view]
-        batch = SemiBatch(x, y, {}, generator=generator("loss", args.device))
-        if self.unlabeled is not None:
-            batch.index = inputs["unlabeled_index"]
-            batch.step, batch.weight = self.state.global_step, self.unlabeled_weight
-            batch.views = self.views(self.loss.views, inputs["unlabeled"], generator("unlabeled"))
-        if self.mix_labeled:
-            pool = inputs["unlabeled"][: None if args.mix_pool == "all" else len(y)]
-            missing = [name for name in self.views_needed if name not in batch.views]
-            batch.views |= self.views(missing, pool, generator("pool"))
-        return batch
-
-    def mix(self, model: nn.Module, batch: SemiBatch, draw: int) -> SemiBatch:
-        """Phase 1, if it is on."""
-        args = self.args
-        if not self.mix_labeled:
-            return batch
-        return mix_labeled(
-            model,
-            batch,
-            generator_for(args.seed, args.process_index, draw, "mix"),
-            alpha=args.mix_alpha,
-            temperature=args.mix_temperature,
-            per_batch=args.mix_per_batch,
-            pool_rows=None if args.mix_pool == "all" else len(batch.y),
-            guess_all=self.loss.batchnorm == "joint",
-        )
-
-    def compute_losses(self, model: nn.Module, batch: SemiBatch) -> Losses:
-        """The two losses of a batch, or the unlabeled one of its unlabeled part; stats are for the log."""
-        losses = self.loss(model, batch, teacher=cast(Teacher, self.teacher).model)
-        losses.labeled = self._divided("labeled", losses.labeled)
-        losses.unlabeled = self._divided("unlabeled", losses.unlabeled)
-        self.values.record(losses.stats)
-        return losses
-
-    def _divided(self, name: str, loss: Any) -> Any:
-        """As the official base methods do, where a loss of -1 labels is averaged over the whole batch."""
-        if loss is None or self.mix_labeled or not self.args.divide_by_all_rows or self.unlabeled is None:
-            return loss
-        if name == "labeled" and self.loss.weighted_mean:
-            return loss
-        rows = {"labeled": self.args.train_batch_size, "unlabeled": self.args.unlabeled_batch_size}
-        return loss * rows[name] / sum(rows.values()) if name in self.loss.upstream_divides_by_all else loss
-
-    def _gate(self) -> None:
-        """Decide on the gradients of the whole optimizer step, and leave the outcome in `.grad`."""
-        self.slots.reduce()
-        overflows = self.accelerator.scaler is not None
-        gate = self.slots.gate(self.unlabeled_weight, self.args.gate, pass_overflow=overflows)
-        if self.examples:
-            gate = dataclasses.replace(gate, open=gate.open * self.examples.share())
-        if self.unlabeled is not None:
-            for name in ("open", "cosine", "labeled_norm", "unlabeled_norm"):
-                self.values.record({f"gate/{name}": getattr(gate, name)})
-            self.values.record({"nonfinite/unlabeled": gate.unlabeled_nonfinite})
-        self.values.record({"nonfinite/labeled": gate.labeled_nonfinite})
-        if self.args.world_size > 1:
-            of_loss = self.loss.buffers() if self.loss.average_buffers else ()
-            fixed = {id(buffer) for layer in self.frozen_layers for buffer in layer.buffers()}
-            of_model = [buffer for buffer in self.core_model.buffers() if id(buffer) not in fixed]
-            average_buffers([*of_model, *of_loss])
-        restore_buffers(self.core_model, cast(Teacher, self.teacher).model)
 
     # ---- evaluation
 

@@ -54,9 +54,10 @@ ALLOWED = {
     "config": {"hub.checks", "losses.presets", "methods", "step"},
     "callbacks": {"checkpoints", "step"},
     "_compat": {"checkpoints", "config", "losses", "models", "step"},
+    "stepping": {"_compat", "data.features", "data.loader", "data.views", "losses.base", "step"},
     "trainer": {
         *("_compat", "callbacks", "config", "data.features", "data.images", "data.loader"),
-        *("data.processing", "data.views"),
+        *("data.processing", "data.views", "stepping"),
         *("evaluation.metrics", "hub.loading", "hub.pushing", "losses", "models", "step"),
     },
     # data, evaluation and the Hub, which import nothing of a training but for what a push needs
