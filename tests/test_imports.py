@@ -75,7 +75,8 @@ ALLOWED = {
     "echo.prediction": {"data", "echo", "evaluation", "runs"},
     "echo.report": {"evaluation", "plots"},
     "echo": {"data"},
-    "features": {"data", "models", "step"},
+    "features.processes": set(),
+    "features": {"data", "hub.loading", "models", "step"},
     # runs, studies and commands
     "runs.recipe": set(),
     "runs.arguments": {"runs.recipe"},
@@ -85,10 +86,10 @@ ALLOWED = {
         *("methods", "models", "plots", "procedures", "trainer"),
     },
     "study": {
-        *("_compat.dispatch", "callbacks", "checkpoints", "config", "data", "losses", "methods", "plots"),
-        *("procedures", "runs", "step", "trainer"),
+        *("_compat.dispatch", "callbacks", "checkpoints", "config", "data", "features", "losses", "methods"),
+        *("models", "plots", "procedures", "runs", "step", "trainer"),
     },
-    "cli": {"data", "echo", "evaluation", "hub", "runs", "study"},
+    "cli": {"data", "echo", "evaluation", "features", "hub", "runs", "study"},
     "__main__": {"cli"},
     "": {"_compat.registration"},
 }

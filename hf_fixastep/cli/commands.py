@@ -45,6 +45,14 @@ GROUPS = {
             "--resume_from_checkpoint. What neither the recipe nor the command line says comes from the "
             "preset of the loss.",
         ),
+        "embed": Command(
+            "cli.embed",
+            "Run a pretrained network once, and keep features to train on.",
+            "--model NAME_OR_FOLDER --dataset NAME [--key value ...]\n"
+            "       fixastep embed --model NAME_OR_FOLDER --labeled DIR --unlabeled DIR [...]",
+            "fixastep embed --model google/mobilenet_v2_1.0_224 --dataset digits_open_set",
+            "Images of validation and test have no views. A command that was killed goes on where it was.",
+        ),
         "evaluate": Command(
             "cli.evaluate",
             "Test a finished run again, on its data or on others.",

@@ -72,6 +72,10 @@ def check_views(needed: Sequence[str], has_unlabeled: bool, loss: str) -> None:
 
 def with_size(processor: Any, size: int) -> Any:
     """The same processor for images of another side; the share that a centre crop keeps stays."""
+    if hasattr(processor, "data_config"):  # of timm
+        data = processor.data_config
+        data = {**data, "input_size": (data["input_size"][0], size, size)}
+        return type(processor)(pretrained_cfg=data, architecture=processor.architecture)
     changed = copy.deepcopy(processor)
     if getattr(processor, "do_center_crop", None):
         edge = processor.size.get("shortest_edge") or processor.size.get("height")

@@ -14,14 +14,19 @@ import torch
 from torch import Tensor, nn
 
 from hf_fixastep.data.files import to_grey_or_rgb
-from hf_fixastep.data.processing import with_size
+from hf_fixastep.data.processing import views_of, with_size
 from hf_fixastep.data.views import Views
+from hf_fixastep.features.processes import processes
+from hf_fixastep.hub.loading import head_names
 from hf_fixastep.models.head import put_head
 from hf_fixastep.step.forwards import classification_head, head_inputs
 
 
-# Of a config: what says nothing about the features.
-NOT_OF_FEATURES = ("id2label", "label2id", "architectures", "transformers_version", "dtype", "torch_dtype")
+# Of a config, or a config inside it: what says nothing about the features.
+NOT_OF_FEATURES = {
+    *("id2label", "label2id", "num_labels", "num_classes", "label_names"),
+    *("architectures", "transformers_version", "dtype", "torch_dtype"),
+}
 
 
 class Backbone:
@@ -35,7 +40,8 @@ class Backbone:
 
     def __init__(self, model: Any, processor: Any, image_size: int | None = None) -> None:
         self.processor = processor if image_size is None else with_size(processor, image_size)
-        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        device = processes().device  # of this process
+        self.device = device if device.type == "cuda" else torch.device("cpu")
         self.model = model.eval().to(self.device, memory_format=torch.channels_last)
         self.head: nn.Linear = classification_head(model, model.config.num_labels)
         if not getattr(self.processor, "do_rescale", True) or not is_eighth_bit(self.processor):
@@ -43,7 +49,12 @@ class Backbone:
                 f"{type(self.processor).__name__} does not scale pixels by 1/255, but views are made of "
                 "8-bit images; use an image processor with do_rescale true and rescale_factor 1/255."
             )
-        self.pixels([PIL.Image.new("RGB", (48, 64))])  # a processor that does not work is found here
+        shapes = {self.pixels([PIL.Image.new("RGB", size)]).shape for size in ((48, 64), (64, 48))}
+        if len(shapes) > 1:
+            raise ValueError(
+                f"{type(self.processor).__name__} gives images of different shapes different sizes, but the "
+                "network needs one: give image_size, the side that images are to have."
+            )
 
     @property
     def size(self) -> int:
@@ -52,17 +63,20 @@ class Backbone:
 
     def pixels(self, images: Sequence[PIL.Image.Image]) -> Tensor:
         """uint8 [N, C, H, W] as the processor cuts and scales images, before it normalizes them."""
-        mode = "L" if getattr(self.model.config, "num_channels", 3) == 1 else "RGB"
-        plain = [to_grey_or_rgb(image).convert(mode) for image in images]
-        made = self.processor(plain, do_rescale=False, do_normalize=False, return_tensors="pt")
-        return made["pixel_values"].round().clamp(0, 255).to(torch.uint8)
+        timm = getattr(self.processor, "data_config", None)
+        channels = timm["input_size"][0] if timm else getattr(self.model.config, "num_channels", 3)
+        plain = [to_grey_or_rgb(image).convert("L" if channels == 1 else "RGB") for image in images]
+        if timm:  # its processor does not leave out anything, so that is undone
+            mean, std = torch.tensor([timm["mean"], timm["std"]])[:, :, None, None]
+            made = (self.processor(plain)["pixel_values"] * std + mean) * 255
+        else:
+            options = {"do_rescale": False, "do_normalize": False, "return_tensors": "pt"}
+            made = self.processor(plain, **options)["pixel_values"]
+        return made.round().clamp(0, 255).to(torch.uint8)
 
     def views(self, **settings: Any) -> Views:
         """Views that end as the processor's images do."""
-        mean, std = ((0.0,) * 3, (1.0,) * 3)
-        if self.processor.do_normalize:
-            mean, std = tuple(self.processor.image_mean), tuple(self.processor.image_std)
-        return Views(mean=mean, std=std, **settings)
+        return views_of(self.processor, **settings)[1]
 
     @torch.inference_mode()
     def features(self, images: Tensor) -> Tensor:
@@ -84,19 +98,26 @@ class Backbone:
     @cached_property
     def identity(self) -> dict[str, str]:
         """Hashes of all that the features depend on besides images and views."""
-        own = {id(tensor) for tensor in (*self.head.parameters(), *self.head.buffers())}
-        config = self.model.config.to_dict()
-        shape = {k: v for k, v in config.items() if k not in NOT_OF_FEATURES and not k.startswith("_")}
-        weights = hashlib.sha256(f"{type(self.model).__name__} {json.dumps(shape, default=str)}".encode())
-        for name, tensor in sorted(self.model.state_dict(keep_vars=True).items()):
-            if id(tensor) not in own:
+        heads = head_names(self.model)
+        shape = json.dumps(of_features(self.model.config.to_dict()), default=str)
+        weights = hashlib.sha256(f"{type(self.model).__name__} {shape}".encode())
+        for name, tensor in sorted(self.model.state_dict().items()):
+            if name not in heads:
                 weights.update(name.encode())
-                weights.update(tensor.detach().cpu().flatten().contiguous().view(torch.uint8).numpy().data)
+                weights.update(tensor.cpu().flatten().contiguous().view(torch.uint8).numpy().data)
         processor = json.dumps(self.processor.to_dict(), sort_keys=True, default=str)
         return {
             "weights": weights.hexdigest()[:16],
             "processor": hashlib.sha256(processor.encode()).hexdigest()[:16],
         }
+
+
+def of_features(config: Any) -> Any:
+    """A config without what the features do not depend on."""
+    if not isinstance(config, dict):
+        return config
+    kept = {name for name in config if name not in NOT_OF_FEATURES and not name.startswith("_")}
+    return {name: of_features(value) for name, value in config.items() if name in kept}
 
 
 def is_eighth_bit(processor: Any) -> bool:

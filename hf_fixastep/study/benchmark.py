@@ -10,6 +10,7 @@ missing one is no error.
 a  Fix-A-Step / the base method         e  the gate / a step, and host reads
 b  Fix-A-Step / its convolutions alone  g  two processes / one
 c  the Trainer's loop / the bare step   k  every method / labeled-only, only with --only k
+l  embedding / the bare network         m  seconds of a training on features; both only with --only l,m
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ from hf_fixastep.procedures.safe_student import SafeStudentLoss
 from hf_fixastep.runs.arguments import ModelArguments, parse
 from hf_fixastep.runs.training import load_model
 from hf_fixastep.step.gate import GradientSlots
-from hf_fixastep.study import meters
+from hf_fixastep.study import meters, pretrained
 from hf_fixastep.study.meters import Convolutions, Idle, Job, Ready, interleave, over
 from hf_fixastep.trainer import FixAStepTrainer
 
@@ -67,6 +68,8 @@ GOALS = {  # a number should be at most
     "gate/host_reads/*": 0,
     "gate/device_waits/*": 0,
     "processes/exposed_percent": 3,
+    "embedding/over_network": 1.15,
+    "features/seconds_per_1000_steps/*": 5,
 }
 
 
@@ -323,6 +326,8 @@ SECTIONS = {
     "e": Benchmark.gate,
     "g": Benchmark.processes,
     "k": Benchmark.costs,
+    "l": pretrained.embedding,
+    "m": pretrained.on_features,
 }
 
 

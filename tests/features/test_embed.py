@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import shutil
+import subprocess
+import sys
 from collections import namedtuple
 from pathlib import Path
 from typing import Any
@@ -18,9 +22,13 @@ from hf_fixastep.data.features import Features
 from hf_fixastep.data.processing import with_size
 from hf_fixastep.features import embed as module
 from hf_fixastep.features.backbone import Backbone
-from hf_fixastep.features.embed import CHUNK, embed
+from hf_fixastep.features.embed import embed
+from hf_fixastep.features.part import CHUNK
 from hf_fixastep.step.forwards import head_inputs
 from tests.features.networks import pictures, tiny_backbone, tiny_network, tiny_processor
+
+
+ROOT = Path(__file__).parents[2]
 
 
 def versions_of(features: Features) -> np.ndarray:
@@ -81,11 +89,11 @@ def test_a_killed_call_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.
     whole = versions_of(embed(split, tiny_backbone(), weak=1, strong=0, cache_dir=tmp_path / "whole"))
     features = module.Work.features
 
-    def killed(self: Any, images: Any, seeds: Any) -> Any:
-        counted.append(len(images))
+    def killed(self: Any, pixels: Any, seeds: Any) -> Any:
+        counted.append(len(pixels))
         if len(counted) == 3:
             raise KeyboardInterrupt
-        return features(self, images, seeds)
+        return features(self, pixels, seeds)
 
     monkeypatch.setattr(module.Work, "features", killed)
     with pytest.raises(KeyboardInterrupt):
@@ -93,6 +101,88 @@ def test_a_killed_call_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.
     resumed = embed(split, tiny_backbone(), weak=1, strong=0, cache_dir=tmp_path / "killed")
     assert counted == [CHUNK, CHUNK, CHUNK, CHUNK, 5]
     np.testing.assert_array_equal(versions_of(resumed), whole)
+
+
+def test_a_kill_while_the_file_is_made_leaves_no_file_that_is_too_short(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(path: Path, *args: Any) -> None:
+        path.write_bytes(b"half a header")
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(np.lib.format, "open_memmap", killed)
+        with pytest.raises(KeyboardInterrupt):
+            embed(pictures(2), tiny_backbone(), cache_dir=tmp_path)
+    assert len(embed(pictures(2), tiny_backbone(), cache_dir=tmp_path)) == 2
+
+
+def test_a_number_that_a_kill_has_cut_off_does_not_shift_the_next_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    split = pictures(2 * CHUNK)
+    whole = versions_of(embed(split, tiny_backbone(), weak=0, strong=0, cache_dir=tmp_path / "whole"))
+    features = module.Work.features
+
+    def killed(self: Any, pixels: Any, seeds: Any) -> Any:
+        if next(tmp_path.glob("killed/*/*.done-0")).stat().st_size >= 4:
+            raise KeyboardInterrupt
+        return features(self, pixels, seeds)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module.Work, "features", killed)
+        with pytest.raises(KeyboardInterrupt):
+            embed(split, tiny_backbone(), weak=0, strong=0, cache_dir=tmp_path / "killed")
+    (note,) = tmp_path.glob("killed/*/*.done-0")
+    assert note.read_bytes() == b"\x00" * 4
+    note.write_bytes(note.read_bytes() + b"\x01\x00")
+    monkeypatch.setattr(module.Part, "_finish", lambda part: None)
+    with pytest.raises(OSError, match="has lost features"):
+        embed(split, tiny_backbone(), weak=0, strong=0, cache_dir=tmp_path / "killed")
+    assert note.read_bytes() == b"\x00" * 4 + b"\x01" + b"\x00" * 3
+    monkeypatch.undo()
+    resumed = versions_of(embed(split, tiny_backbone(), weak=0, strong=0, cache_dir=tmp_path / "killed"))
+    np.testing.assert_array_equal(resumed, whole)
+
+
+def test_what_another_run_has_made_meanwhile_is_not_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both have seen that it is missing, and the second waited for the first."""
+    split, backbone, find = pictures(3), tiny_backbone(), module.lookup
+    embed(split, backbone, cache_dir=tmp_path)
+    (folder,) = tmp_path.iterdir()
+    answers = iter([(None, np.arange(3), [])])
+    monkeypatch.setattr(module, "lookup", lambda *args: next(answers, None) or find(*args))
+    monkeypatch.setattr(module.Work, "features", None)
+    assert len(embed(split, backbone, cache_dir=tmp_path)) == 3
+    assert not list(folder.glob("*.partial"))
+
+
+def test_a_disk_that_fills_up_is_said_in_a_sentence_and_nothing_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(number: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        with pytest.raises(OSError, match=r"No room is left in .*: make room"):
+            embed(pictures(3), tiny_backbone(), cache_dir=tmp_path)
+    assert len(embed(pictures(3), tiny_backbone(), cache_dir=tmp_path)) == 3
+
+
+def test_an_error_of_the_machine_does_not_make_an_image_unreadable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def out(self: Any, value: Any) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(datasets.Image, "decode_example", out)
+        with pytest.raises(OSError, match="Too many open files"):
+            embed(pictures(3), tiny_backbone(), cache_dir=tmp_path, skip_unreadable=True)
+    assert len(embed(pictures(3), tiny_backbone(), cache_dir=tmp_path)) == 3
 
 
 def test_equal_images_are_embedded_once(tmp_path: Path) -> None:
@@ -174,3 +264,41 @@ def test_features_that_float16_cannot_hold_are_refused(tmp_path: Path) -> None:
     backbone.features = lambda images: torch.full((len(images), backbone.size), 1e5)  # type: ignore[method-assign]
     with pytest.raises(ValueError, match="reach 1e"):
         embed(pictures(1), backbone, cache_dir=tmp_path)
+
+
+MEMORY = """
+import io, resource, sys, tempfile
+import datasets, PIL.Image, torch
+from hf_fixastep.features.embed import embed
+from tests.features.networks import tiny_backbone
+
+torch.set_num_threads(1)
+
+def rows(count):
+    for at in range(count):
+        buffer = io.BytesIO()
+        PIL.Image.new("RGB", (1, 1), (at % 256, at // 256, 0)).save(buffer, "PNG")
+        yield {"image": {"bytes": buffer.getvalue(), "path": None}}
+
+with tempfile.TemporaryDirectory() as folder:
+    kinds = datasets.Features(image=datasets.Image())
+    split = datasets.Dataset.from_generator(
+        rows, kinds, cache_dir=folder, gen_kwargs={"count": int(sys.argv[1])}
+    )
+    backbone = tiny_backbone()
+    backbone.features = lambda images: torch.zeros(len(images), 64)
+    found = embed(split, backbone, weak=1, strong=0, cache_dir=folder)
+    assert len(found) == int(sys.argv[1])
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+"""
+
+
+@pytest.mark.slow
+def test_memory_does_not_grow_with_the_pile() -> None:
+    """Between 2,000 and 8,000 images; each has 256 bytes of features, and 16 bytes of hash are kept."""
+    found = []
+    for count in (2000, 8000):
+        command = [sys.executable, "-c", MEMORY, str(count)]
+        done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
+        found.append(int(done.stdout))  # kilobytes
+    assert found[1] - found[0] < 6_000

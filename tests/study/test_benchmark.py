@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from hf_fixastep.study import benchmark
+from hf_fixastep.study import benchmark, pretrained
 from hf_fixastep.study.benchmark import GOALS, MODES, Benchmark, BenchmarkArguments
 from hf_fixastep.study.meters import Alternate, Convolutions, HostReads, Idle, interleave, over, silence
 from tests.short_runs import tiny_wide_resnet
@@ -289,3 +289,12 @@ def test_batches_are_those_of_the_presets_unless_given(tmp_path: Path) -> None:
     late = map(make_benchmark(tmp_path, batch_size=None).late, ("uasd", "fixmatch"))
     found = {(len(ready.inputs["labels"]), len(ready.inputs["unlabeled"])) for ready in late}
     assert found == {(16, 16), (16, 112)}  # all methods have the same labeled images
+
+
+def test_embedding_and_a_training_on_features_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pretrained, "CHUNK", 2)
+    _, result = run("--only", "l,m", "--quick", "true", "--rounds", "1")
+    names = {f"embedding/{name}" for name in ("over_network", "cpu_over_network")}
+    names |= {f"features/seconds_per_1000_steps/{gate}" for gate in ("drop", "per_example")}
+    assert result["ratios"].keys() == names
+    assert all(value > 0 for value in result["ratios"].values())
