@@ -157,6 +157,7 @@ def baselines(
     own = FixAStepConfig(
         output_dir=tempfile.mkdtemp(),
         preset="pretrained",
+        head_rate_factor=3.0,  # it starts from the probe
         loss="supervised",
         max_steps=300,
         per_device_train_batch_size=32,
