@@ -58,6 +58,7 @@ def prepare(argv: list[str]) -> tuple[FixAStepTrainer, Any, Callable[[], object]
     procedure = get_procedure(args.procedure, **args.procedure_kwargs) if args.procedure else None
     set_seed(args.seed)
     data = load_data(data_args)
+    check_splits(data_args.dataset, data)
     network = model_args, data["labeled"].features["label"].num_classes, args.preset
     model, processor = load_model(*network)
     trainer = FixAStepTrainer(
@@ -100,6 +101,14 @@ def checkpoint_to_resume(args: FixAStepConfig) -> str | None:
 
 def load_data(args: DataArguments) -> Any:
     return load_dataset(args.dataset, args.config, **args.settings)
+
+
+def check_splits(name: str, data: Any) -> None:
+    if missing := [split for split in ("labeled", "unlabeled", "validation", "test") if split not in data]:
+        raise ValueError(
+            f"{name} has the splits {', '.join(data)} here, but a training needs {' and '.join(missing)} "
+            "as well: choose another data set, or shares above 0."
+        )
 
 
 def finish(trainer: FixAStepTrainer, data: Any) -> None:
