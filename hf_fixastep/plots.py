@@ -121,6 +121,26 @@ def plot_confusion(confusion: ArrayLike, class_names: Sequence[str]) -> Figure:
     return figure
 
 
+def plot_candidates(differences: Mapping[str, tuple[float, float, float]], of: str) -> Figure:
+    """Differences in points, with their 95 % intervals, from the first one, which is at 0.
+
+    Args:
+        differences: mean and ends, in shares; NaN for ends that are not known.
+        of: what it is the difference of, and to whom.
+    """
+    figure = Figure((WIDTH, 0.45 * len(differences) + 1.2), facecolor="white", layout="constrained")
+    axes = figure.add_subplot()
+    tidy(axes)
+    for row, (mean, low, high) in enumerate(differences.values()):
+        axes.plot([100 * low, 100 * high], [row, row], color=BLUE, linewidth=1.8)
+        axes.plot(100 * mean, row, color=BLUE, marker="o")
+    axes.axvline(0, color=BLACK, linewidth=1)
+    axes.set_yticks(range(len(differences)), list(differences))
+    axes.invert_yaxis()
+    axes.set_xlabel(f"Points of {of}, with 95 % intervals")
+    return figure
+
+
 def plot_risk_coverage(curves: Mapping[str, tuple[ArrayLike, ArrayLike]]) -> Figure:
     """Share of wrong answers over the share of images answered, those of the highest scores first.
 
