@@ -121,12 +121,12 @@ def plot_confusion(confusion: ArrayLike, class_names: Sequence[str]) -> Figure:
     return figure
 
 
-def plot_candidates(differences: Mapping[str, tuple[float, float, float]], of: str) -> Figure:
-    """Differences in points, with their 95 % intervals, from the first one, which is at 0.
+def plot_differences(differences: Mapping[str, tuple[float, float, float]], label: str) -> Figure:
+    """Differences in points with their 95 % intervals, one below the other.
 
     Args:
-        differences: mean and ends, in shares; NaN for ends that are not known.
-        of: what it is the difference of, and to whom.
+        differences: mean and both ends, in shares; NaN for ends that are not known.
+        label: of the axis.
     """
     figure = Figure((WIDTH, 0.45 * len(differences) + 1.2), facecolor="white", layout="constrained")
     axes = figure.add_subplot()
@@ -136,8 +136,8 @@ def plot_candidates(differences: Mapping[str, tuple[float, float, float]], of: s
         axes.plot(100 * mean, row, color=BLUE, marker="o")
     axes.axvline(0, color=BLACK, linewidth=1)
     axes.set_yticks(range(len(differences)), list(differences))
-    axes.invert_yaxis()
-    axes.set_xlabel(f"Points of {of}, with 95 % intervals")
+    axes.set_ylim(len(differences) - 0.5, -0.5)
+    axes.set_xlabel(label)
     return figure
 
 

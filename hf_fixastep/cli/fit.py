@@ -58,6 +58,8 @@ def main(argv: list[str]) -> None:
             raise ValueError(
                 "No images were named: give --labeled DIR and --unlabeled DIR, or --dataset NAME."
             )
+        if args.unlabeled and len(args.unlabeled) == 1:
+            (args.unlabeled,) = args.unlabeled
         data = DataArguments(**{**vars(named), "dataset": named.dataset or "folders"})
         fit(**vars(args), dataset=named.dataset, config=data.config, **data.settings)
     except (OSError, ValueError) as error:

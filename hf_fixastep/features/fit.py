@@ -83,6 +83,10 @@ def fit(
     clock, out = Clock(monotonic(), seconds(time)), Path(output_dir)
     if not (isinstance(seeds, int) and seeds >= 1):
         raise ValueError(f"seeds is {seeds!r}, but expected a whole number of at least 1.")
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        raise ValueError(
+            "A launcher started several processes, but a fit runs in one: start it without a launcher."
+        )
     fit_files.check_free(out)
     with quietly():
         sides = {"labeled": labeled, "unlabeled": unlabeled, "validation": validation, "test": test}

@@ -24,6 +24,7 @@ from hf_fixastep.features.embed import embed
 from hf_fixastep.features.probe import check, split, standardisation
 
 
+SPLITS = ("labeled", "unlabeled", "validation", "test")
 FOLDS = 5
 SCALED_BY = 20_000  # images of the pile, at most, that mean and deviation of the features are taken from
 
@@ -52,9 +53,8 @@ class FitData:
                 f"{self.name} has no labeled image, but at least two classes of them are needed."
             )
         self.class_names = names or [str(number) for number in range(int(labels.max()) + 1)]
-        check(
-            np.zeros((len(labels), 1)), labels.numpy(), len(self.class_names)
-        )  # before an hour of embedding
+        # Here, and not after an hour of embedding.
+        check(np.zeros((len(labels), 1)), labels.numpy(), len(self.class_names))
         if not len(self.splits["unlabeled"]):
             raise ValueError(f"{self.name} has no unlabeled image; give a pile of at least one.")
 
@@ -70,15 +70,9 @@ def load_sides(sides: dict[str, Any], group: str | None, say: Say) -> FitData:
             remarks.append(f"Passed over in {side}: {passed_over(listing)}.")
     for sentence in remarks:
         say(f"Worth a look: {sentence}")
-    groups = None
-    if listings["labeled"].groups:
-        by_name = dict(
-            zip(
-                map(listings["labeled"].shown, range(len(listings["labeled"]))),
-                listings["labeled"].groups,
-                strict=True,
-            )
-        )
+    labeled, groups = listings["labeled"], None
+    if labeled.groups:
+        by_name = {labeled.shown(row): group for row, group in enumerate(labeled.groups)}
         groups = np.array([by_name[name] for name in data["labeled"]["file_name"]])
     return FitData("folders", dict(data), groups)
 
@@ -91,9 +85,6 @@ def load_named(name: str, config: str | None, settings: dict[str, Any]) -> FitDa
             "images: choose another data set."
         )
     return FitData(name, {split: data[split] for split in data if split in SPLITS})
-
-
-SPLITS = ("labeled", "unlabeled", "validation", "test")
 
 
 @dataclass(frozen=True)

@@ -64,10 +64,12 @@ def verdict(candidates: Sequence[Candidate], chosen: Candidate, images: str) -> 
     measured = f"balanced accuracy on {len(probe.labels):,} {images}"
     if chosen.name == PROBE:
         best = max(others.values(), key=lambda each: each.score)
+        # Seeds may be better where their mean, which would be saved, is not.
+        kind = "the mean of the heads of " if best.score > probe.score else ""
+        other = percent(best.together if kind else best.score)
         return (
-            f"The pile did not help; the saved model is the probe: {percent(probe.score)} against "
-            f"{percent(best.score)} of the best other candidate, {best.name} ({measured}; "
-            f"{between(probe, best)})."
+            f"The pile did not help; the saved model is the probe: {percent(probe.score)} against {other} of "
+            f"{kind}the best other candidate, {best.name} ({measured}; {between(probe, best)})."
         )
     numbers = (
         f"{percent(chosen.score)} against {percent(probe.score)} of the probe ({measured}; "
@@ -85,10 +87,8 @@ def verdict(candidates: Sequence[Candidate], chosen: Candidate, images: str) -> 
         subject = f"Fine-tuning of the whole network, {way} the pile,"
     doubt = "" if sure else " The interval reaches below 0, so that chance may explain it."
     said = f"{subject} {'helped' if sure else 'may have helped'}: {numbers}.{doubt}"
-    beside = (
-        f" The labels alone reach {percent(others[LABELED_ONLY].score)}." if LABELED_ONLY in others else ""
-    )
-    return said + beside
+    labels = others[LABELED_ONLY]
+    return f"{said} A head of the labels alone reaches {percent(labels.score)} ({between(chosen, labels)})."
 
 
 def between(first: Candidate, second: Candidate) -> str:

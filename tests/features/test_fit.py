@@ -128,39 +128,42 @@ def test_a_mean_of_heads_that_is_worse_than_the_probe_is_not_chosen() -> None:
     heads = Candidate("x", {}, {}, logits, labels)
     assert (probe.score, heads.score, heads.together) == (0.5, 0.6, 0.0)
     assert choose([probe, heads]) is probe
+    said = "the probe: 50.0 % against 0.0 % of the mean of the heads of the best other candidate, x"
+    assert said in verdict([probe, heads], probe, "images")
 
 
 def test_a_sure_gain_is_called_help_with_numbers_and_the_interval() -> None:
     probe, plain, best = answering(PROBE, 60), answering(LABELED_ONLY, 62, 62), answering("x", 90, 90)
-    found = against(best, probe)
+    found, beside = against(best, probe), against(best, plain)
     assert verdict([probe, plain, best], best, "validation images") == (
         "The pile helped: 90.0 % against 60.0 % of the probe (balanced accuracy on 100 validation images; "
-        f"95 % interval of the difference {100 * found.low:+.1f} to {100 * found.high:+.1f}, 2 seeds). The "
-        "labels alone reach 62.0 %."
+        f"95 % interval of the difference {100 * found.low:+.1f} to {100 * found.high:+.1f}, 2 seeds). A "
+        f"head of the labels alone reaches 62.0 % (95 % interval of the difference {100 * beside.low:+.1f} "
+        f"to {100 * beside.high:+.1f}, 2 seeds)."
     )
     assert 0 < found.low < 0.3 < found.high
 
 
 def test_a_gain_that_chance_may_explain_is_called_so() -> None:
-    probe, best = answering(PROBE, 60), answering("x", 60, 62)
-    assert verdict([probe, best], best, "images").startswith(
+    probe, plain, best = answering(PROBE, 60), answering(LABELED_ONLY, 60), answering("x", 60, 62)
+    assert verdict([probe, plain, best], best, "images").startswith(
         "The pile may have helped: 61.0 % against 60.0 %"
     )
 
 
 def test_a_probe_that_stays_and_labels_alone_are_told() -> None:
-    probe, plain = answering(PROBE, 60), answering(LABELED_ONLY, 70, 70)
-    assert verdict([probe, plain], probe, "images").startswith(
-        "The pile did not help; the saved model is the probe: 60.0 % against 70.0 % of the best other"
+    probe, worse, plain = answering(PROBE, 60), answering("x", 50), answering(LABELED_ONLY, 70, 70)
+    assert verdict([probe, worse], probe, "images").startswith(
+        "The pile did not help; the saved model is the probe: 60.0 % against 50.0 % of the best other"
     )
     assert verdict([probe, plain], plain, "images").startswith("The pile did not help beyond the labels;")
 
 
 @pytest.mark.parametrize(("loss", "way"), [("fixmatch", "with"), ("supervised", "without")])
 def test_a_tuned_network_says_whether_it_saw_the_pile(loss: str, way: str) -> None:
-    probe, tuned = answering(PROBE, 60), answering(TUNED, 90, loss=loss)
+    probe, plain, tuned = answering(PROBE, 60), answering(LABELED_ONLY, 60), answering(TUNED, 90, loss=loss)
     start = f"Fine-tuning of the whole network, {way} the pile, helped: 90.0 %"
-    assert verdict([probe, tuned], tuned, "images").startswith(start)
+    assert verdict([probe, plain, tuned], tuned, "images").startswith(start)
 
 
 def test_a_tuned_network_has_to_be_better_on_its_own_images() -> None:
@@ -428,6 +431,12 @@ def test_mistakes_end_in_one_sentence_before_anything_is_written(run, easy, tmp_
         with pytest.raises(ValueError, match=re.escape(sentence)):
             run(sides, **more)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_launcher_of_several_processes_is_refused(run, easy, monkeypatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="but a fit runs in one"):
+        run(easy)
 
 
 def test_the_command_does_the_same(easy, network, tmp_path, capsys) -> None:
