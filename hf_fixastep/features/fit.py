@@ -31,7 +31,7 @@ from hf_fixastep.features.fit_data import Embedded, FitData, Say, labels_of, loa
 from hf_fixastep.features.probe import TEMPERATURES
 from hf_fixastep.features.tuning import LENGTHS, TUNING, Tuning, answers, tune
 from hf_fixastep.features.verdict import choose, percent, verdict
-from hf_fixastep.hub.loading import load_network
+from hf_fixastep.hub.loading import find_folder, load_network
 from hf_fixastep.models.head import put_head
 from hf_fixastep.runs.report import versions
 from hf_fixastep.step.forwards import classification_head
@@ -89,9 +89,10 @@ def fit(
         )
     fit_files.check_free(out)
     with quietly():
+        source = check_network(model)
         sides = {"labeled": labeled, "unlabeled": unlabeled, "validation": validation, "test": test}
         data = load(sides, group, dataset, config, settings, say)
-        network, processor = find_network(model, len(data.class_names))
+        network, processor = load_network(source, len(data.class_names))
         backbone = Backbone(network, processor, image_size)
         embedded = Embedded.make(data, backbone, cache_dir, say)
         about = {
@@ -294,16 +295,18 @@ def load(
     return load_named(str(dataset), config, settings)
 
 
-def find_network(model: str | os.PathLike[str] | None, classes: int) -> tuple[Any, Any]:
-    if model is not None:
-        return load_network(model, classes)
+def check_network(model: str | os.PathLike[str] | None) -> str | os.PathLike[str]:
+    """Where the network is, once it is on this machine."""
     try:
-        return load_network(DEFAULT_MODEL, classes)
+        find_folder(model or DEFAULT_MODEL)
     except ValueError as error:
+        if model:
+            raise
         raise ValueError(
-            f"No model was given, and {DEFAULT_MODEL} could not be fetched from the Hub; connect to it, or "
-            f"give the folder of a network with model (--model FOLDER on the command line). {error}"
+            f"No model was given, so that {DEFAULT_MODEL} is fetched from the Hub, which failed: give the "
+            f"folder of a network with model, --model FOLDER on the command line ({error.__cause__})"
         ) from error
+    return model or DEFAULT_MODEL
 
 
 def seconds(text: str) -> float:

@@ -426,7 +426,11 @@ def test_mistakes_end_in_one_sentence_before_anything_is_written(run, easy, tmp_
         (easy, {"time": "soon"}, "time is 'soon', but expected one such as 90s"),
         (easy, {"zeta": 50}, "zeta is given, but it is for a data set by name"),
         ({**easy, **digits}, {}, "dataset is digits_open_set, but labeled is given as well"),
-        (easy, {"model": None}, "No model was given, and facebook/dinov2-small could not be fetched"),
+        (
+            easy,
+            {"model": None},
+            "No model was given, so that facebook/dinov2-small is fetched from the Hub, which failed",
+        ),
     ]:
         with pytest.raises(ValueError, match=re.escape(sentence)):
             run(sides, **more)
