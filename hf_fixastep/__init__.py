@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from hf_fixastep.data.images import Images
     from hf_fixastep.data.registry import export_dataset, list_datasets, load_dataset
     from hf_fixastep.data.views import Views
+    from hf_fixastep.features.fit import fit
     from hf_fixastep.losses import LOSSES, get_loss
     from hf_fixastep.losses.base import Losses, SemiSupervisedLoss
     from hf_fixastep.models import WideResNetConfig, WideResNetForImageClassification
@@ -35,6 +36,7 @@ _HOMES = {
     "WideResNetConfig": "models",
     "WideResNetForImageClassification": "models",
     "export_dataset": "data.registry",
+    "fit": "features.fit",
     "get_loss": "losses",
     "get_procedure": "procedures",
     "list_datasets": "data.registry",
@@ -55,6 +57,7 @@ __all__ = [
     "WideResNetConfig",
     "WideResNetForImageClassification",
     "export_dataset",
+    "fit",
     "get_loss",
     "get_procedure",
     "list_datasets",

@@ -121,6 +121,26 @@ def plot_confusion(confusion: ArrayLike, class_names: Sequence[str]) -> Figure:
     return figure
 
 
+def plot_differences(differences: Mapping[str, tuple[float, float, float]], label: str) -> Figure:
+    """Differences in points with their 95 % intervals, one below the other.
+
+    Args:
+        differences: mean and both ends, in shares; NaN for ends that are not known.
+        label: of the axis.
+    """
+    figure = Figure((WIDTH, 0.45 * len(differences) + 1.2), facecolor="white", layout="constrained")
+    axes = figure.add_subplot()
+    tidy(axes)
+    for row, (mean, low, high) in enumerate(differences.values()):
+        axes.plot([100 * low, 100 * high], [row, row], color=BLUE, linewidth=1.8)
+        axes.plot(100 * mean, row, color=BLUE, marker="o")
+    axes.axvline(0, color=BLACK, linewidth=1)
+    axes.set_yticks(range(len(differences)), list(differences))
+    axes.set_ylim(len(differences) - 0.5, -0.5)
+    axes.set_xlabel(label)
+    return figure
+
+
 def plot_risk_coverage(curves: Mapping[str, tuple[ArrayLike, ArrayLike]]) -> Figure:
     """Share of wrong answers over the share of images answered, those of the highest scores first.
 

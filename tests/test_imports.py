@@ -75,6 +75,17 @@ ALLOWED = {
     "echo.prediction": {"data", "echo", "evaluation", "runs"},
     "echo.report": {"evaluation", "plots"},
     "echo": {"data"},
+    # the path from images to a saved model, above the training
+    "features.candidates": {"config", "evaluation.metrics", "features", "models.head", "trainer"},
+    "features.fit_data": {"data", "features"},
+    "features.fit_files": {
+        *("evaluation.calibration", "features", "hub.cards", "hub.texts", "methods", "plots"),
+    },
+    "features.tuning": {"data", "features", "models.head"},
+    "features.verdict": {"features", "study.statistics"},
+    "features.fit": {
+        *("data", "evaluation", "features", "hub.loading", "models.head", "runs.report", "step.forwards"),
+    },
     "features.processes": set(),
     "features": {"data", "hub.loading", "models", "step"},
     # runs, studies and commands

@@ -166,3 +166,13 @@ def test_confusion_digits_fit_their_cells(classes: int) -> None:
     assert box.width < cell[0]
     assert box.height < cell[1]
     assert axes.texts[0].get_fontsize() >= 6
+
+
+def test_differences_are_drawn_in_points_from_top_to_bottom() -> None:
+    axes = plots.plot_differences({"one": (0.1, 0.05, 0.2), "two": (-0.02, np.nan, np.nan)}, "points").axes[0]
+    bars = [line.get_xdata() for line in axes.lines if len(line.get_xdata()) == 2][:1]
+    np.testing.assert_allclose(bars[0], [5, 20])
+    dots = [(line.get_xdata()[0], line.get_ydata()[0]) for line in axes.lines if line.get_marker() == "o"]
+    np.testing.assert_allclose(dots, [(10, 0), (-2, 1)])
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["one", "two"]
+    assert axes.get_ylim()[0] > axes.get_ylim()[1]

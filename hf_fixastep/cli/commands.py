@@ -28,6 +28,15 @@ class Command:
 
 GROUPS = {
     "One run": {
+        "fit": Command(
+            "cli.fit",
+            "Get the best model from a few labels, a pile and a network.",
+            "--labeled DIR --unlabeled DIR --output_dir OUT [...]",
+            "fixastep fit --labeled photos --unlabeled pile --output_dir out",
+            "It embeds all images once with a pretrained network, fits a probe, trains heads with the pile, "
+            "fine-tunes if the time allows, and says whether the pile helped. What is saved is the best on "
+            "held-out images. A fit that was killed goes on where it was.",
+        ),
         "doctor": Command(
             "data.doctor",
             "Look at folders of images before training on them.",

@@ -37,7 +37,7 @@ class FoldersConfig(datasets.BuilderConfig):
         seed: seed of the cut.
         group: a column of the table, or a regular expression whose first parentheses match the group, such as
             the patient, in file names relative to the folder. No group is cut in two.
-        validation_share: share of the labeled images, of each class, for validation.
+        validation_share: share of the labeled images, of each class, for validation; 0 for no such split.
         test_share: the same for the test.
     """
 
@@ -71,7 +71,7 @@ class FoldersConfig(datasets.BuilderConfig):
     def shares(self) -> dict[str, float]:
         """The splits to cut off, with their shares."""
         shares = {"validation": self.validation_share, "test": self.test_share}
-        return {name: share for name, share in shares.items() if name not in self.listings}
+        return {name: share for name, share in shares.items() if share and name not in self.listings}
 
 
 def check_size(size: Any) -> tuple[int, int] | None:
@@ -90,10 +90,10 @@ def check_cut(seed: int, validation_share: float, test_share: float) -> None:
     if not (isinstance(seed, int) and 0 <= seed < 2**32):
         raise ValueError(f"seed is {seed!r}, but expected a whole number from 0 to {2**32 - 1}.")
     numbers = all(isinstance(share, (int, float)) for share in (validation_share, test_share))
-    if not (numbers and validation_share > 0 and test_share > 0 and validation_share + test_share < 1):
+    if not (numbers and validation_share >= 0 and test_share >= 0 and validation_share + test_share < 1):
         raise ValueError(
             f"validation_share is {validation_share!r} and test_share {test_share!r}, but expected two "
-            "positive numbers that leave something of 1."
+            "numbers of at least 0 that leave something of 1."
         )
 
 
@@ -211,7 +211,7 @@ def read_digests(side: str, listing: Listing) -> np.ndarray:
 def split_sides(
     listings: Mapping[str, Listing], digests: Mapping[str, np.ndarray], shares: Mapping[str, float], seed: int
 ) -> tuple[dict[str, Listing], dict[str, np.ndarray]]:
-    """Listings and digests of the four splits, those in `shares` cut from the labeled side."""
+    """Listings and digests of the splits, those in `shares` cut from the labeled side."""
     splits, contents = dict(listings), dict(digests)
     if shares:
         labeled = listings["labeled"]
@@ -221,7 +221,7 @@ def split_sides(
         for name, rows in cut(labeled.labels, groups, shares, seed, unit).items():
             splits[name], contents[name] = labeled.select(rows), digests["labeled"][rows]
         splits["labeled"].passed_over = labeled.passed_over
-    names = ("labeled", "unlabeled", "validation", "test")
+    names = [name for name in ("labeled", "unlabeled", "validation", "test") if name in splits]
     return {name: splits[name] for name in names}, {name: contents[name] for name in names}
 
 

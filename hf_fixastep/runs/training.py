@@ -132,7 +132,16 @@ def load_data(args: DataArguments) -> Any:
 def load_network_and_data(data_args: DataArguments, model_args: ModelArguments, preset: str) -> tuple:
     """Model, image processor and the splits of the data."""
     data = load_data(data_args)
+    check_splits(data_args.dataset, data)
     return *load_model(model_args, data["labeled"].features["label"].num_classes, preset), data
+
+
+def check_splits(name: str, data: Any) -> None:
+    if missing := [split for split in ("labeled", "unlabeled", "validation", "test") if split not in data]:
+        raise ValueError(
+            f"{name} has the splits {', '.join(data)} here, but a training needs {' and '.join(missing)} "
+            "as well: choose another data set, or shares above 0."
+        )
 
 
 def finish(trainer: FixAStepTrainer, data: Any) -> None:

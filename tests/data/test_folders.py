@@ -447,6 +447,14 @@ class TestCache:
         assert len(set(seen)) == len(seen)
 
 
+def test_a_share_of_0_cuts_no_split_off(load, sides):
+    data = load(sides, validation_share=0, test_share=0)
+    assert list(data) == ["labeled", "unlabeled"]
+    labeled = list_labeled("labeled", sides["labeled"], None)
+    assert data["labeled"]["file_name"][:] == labeled.names
+    assert list(load(sides, validation_share=0)) == ["labeled", "unlabeled", "test"]
+
+
 class TestReport:
     def test_skipped_files_and_duplicates_are_told(self, load, sides, tmp_path, caplog):
         (sides["unlabeled"] / "page.png").write_text("<html>")

@@ -349,6 +349,7 @@ REFUSED = {
     "a size of three": (lambda s: {**s, "image_size": [3, 32, 32]}, r"^image_size is \[3, 32, 32\], but"),
     "a negative seed": (lambda s: {**s, "seed": -1}, "^seed is -1, but expected a whole number from 0"),
     "shares of everything": (lambda s: {**s, "test_share": 0.9}, "^validation_share is 0.1 and test_share"),
+    "a negative share": (lambda s: {**s, "test_share": -0.1}, "^validation_share is 0.1 and test_share -0.1"),
     "a share in words": (lambda s: {**s, "test_share": "half"}, "^validation_share is 0.1 and test_share"),
     "a misspelt setting": (lambda s: {**s, "unlabelled": "x"}, "^Unknown setting of folders 'unlabelled'."),
 }

@@ -370,3 +370,8 @@ def test_a_labeled_only_run_has_no_gate_figures(tmp_path):
     training.main(arguments("digits/supervised.yaml", folder))
     assert sorted(path.name for path in folder.glob("*.png")) == ["confusion.png", "losses.png"]
     assert json.loads((folder / "metrics.json").read_text())["gate_open_rate"] is None
+
+
+def test_a_data_set_without_test_images_is_refused_in_one_sentence():
+    with pytest.raises(ValueError, match="folders has the splits labeled, unlabeled, validation here, but"):
+        training.check_splits("folders", dict.fromkeys(["labeled", "unlabeled", "validation"]))

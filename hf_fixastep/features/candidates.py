@@ -1,0 +1,222 @@
+"""The candidates of a fit: the probe, and heads trained on cached features with and without the pile."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import io
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from tqdm import tqdm
+from transformers import PrinterCallback
+
+from hf_fixastep.config import FixAStepConfig
+from hf_fixastep.disk import write_atomically
+from hf_fixastep.evaluation.metrics import balanced_accuracy
+from hf_fixastep.features.fit_data import Embedded
+from hf_fixastep.features.probe import fit_probe
+from hf_fixastep.models.head import FeatureHead, FeatureHeadConfig
+from hf_fixastep.trainer import FixAStepTrainer
+
+
+PROBE, LABELED_ONLY, TUNED, ALL = "probe", "labeled-only", "fine-tuned", "all"
+STEPS: dict[str, Any] = {
+    "preset": "pretrained",
+    "head_rate_factor": 3.0,  # heads start from the probe
+    "max_steps": 300,
+    "per_device_train_batch_size": 32,
+    "unlabeled_ratio": 4.0,
+}
+# Settings of the heads, simpler ones first.
+HEADS: dict[str, dict[str, Any]] = {
+    LABELED_ONLY: {**STEPS, "loss": "supervised"},
+    "mean_teacher": {
+        **STEPS,
+        "loss": "mean_teacher",
+        "loss_kwargs": {"student_view": "strong"},
+        "gate": "per_example",
+    },
+    "fixmatch": {**STEPS, "loss": "fixmatch", "gate": "per_example"},
+}
+QUIET: dict[str, Any] = {
+    "report_to": [],
+    "save_strategy": "no",
+    "eval_strategy": "no",
+    "disable_tqdm": True,
+    "logging_steps": 50,
+}
+
+Head = dict[str, NDArray]  # weight [K, D] and bias [K] of a linear classifier of raw features
+
+
+@dataclass(eq=False)
+class Candidate:
+    """A way to train, and what it answers to images that it has not seen.
+
+    Args:
+        settings: as in `FixAStepConfig`; of the probe its strength.
+        heads: by part, the mean over seeds; "all" learned from all labels.
+        logits: [seeds, M, K] of the held-out images.
+        labels: [M] of the held-out images.
+    """
+
+    name: str
+    settings: dict[str, Any]
+    heads: dict[str, Head]
+    logits: NDArray
+    labels: NDArray
+
+    @property
+    def scores(self) -> list[float]:
+        """Balanced accuracy of each seed."""
+        return [balanced_accuracy(logits.argmax(-1), self.labels) for logits in self.logits]
+
+    @property
+    def score(self) -> float:
+        return float(np.mean(self.scores))
+
+    @property
+    def together(self) -> float:
+        """Balanced accuracy of the mean of the logits, which is what a mean of linear heads gives."""
+        return balanced_accuracy(self.logits.mean(0).argmax(-1), self.labels)
+
+    def on(self, rows: slice) -> Candidate:
+        """The same on some of the held-out images."""
+        return Candidate(self.name, self.settings, self.heads, self.logits[:, rows], self.labels[rows])
+
+
+def measure(data: Embedded, seeds: int, state: Path, processor: Any) -> list[Candidate]:
+    """All candidates, each on the same held-out images; simpler ones first.
+
+    Args:
+        seeds: trainings of each head, whose mean is the candidate.
+        state: folder of the heads that are trained already.
+    """
+    found = [probe(data, state)]
+    if not data.parts:
+        return found
+    parts = {ALL: np.arange(len(data.labels)), **{part.name: part.seen for part in data.parts}}
+    bar = tqdm(total=len(HEADS) * len(parts) * seeds, desc="Training heads", unit=" heads")
+    with bar, little_garbage():
+        for name, settings in HEADS.items():
+            by_part: dict[str, list[Head]] = {part: [] for part in parts}
+            for part, seen in parts.items():
+                for seed in range(seeds):
+                    start, own = found[0].heads[part], {**settings, "seed": seed}
+                    make = partial(train_head, data, seen, own, processor, start)
+                    by_part[part].append(recorded(state / f"{name}-{part}-{seed}.npz", make))
+                    bar.update()
+            found.append(candidate(name, settings, data, by_part))
+    return found
+
+
+def probe(data: Embedded, state: Path) -> Candidate:
+    def fitted(seen: NDArray) -> Head:
+        groups = None if data.groups is None else data.groups[seen]
+        made = fit_probe(data.plain[seen], data.labels[seen], len(data.class_names), groups=groups)
+        return {"weight": made.weight, "bias": made.bias, "strength": np.array(made.strength)}
+
+    parts = {ALL: np.arange(len(data.labels)), **{part.name: part.seen for part in data.parts}}
+    by_part = {
+        part: [recorded(state / f"{PROBE}-{part}.npz", lambda: fitted(seen))]  # noqa: B023
+        for part, seen in parts.items()
+    }
+    strength = float(by_part[ALL][0]["strength"])
+    return candidate(PROBE, {"strength": strength}, data, by_part)
+
+
+def candidate(
+    name: str, settings: dict[str, Any], data: Embedded, by_part: dict[str, list[Head]]
+) -> Candidate:
+    """From the heads of all parts and seeds."""
+    seeds = len(by_part[ALL])
+    logits = [
+        np.concatenate(
+            [np.empty((0, len(data.class_names)))]
+            + [logits_of(by_part[part.name][seed], part.features) for part in data.parts]
+        )
+        for seed in range(seeds)
+    ]
+    labels = np.concatenate([np.empty(0, np.int64), *(part.labels for part in data.parts)])
+    heads = {part: mean_head(heads) for part, heads in by_part.items()}
+    return Candidate(name, settings, heads, np.stack(logits), labels)
+
+
+def logits_of(head: Head, features: NDArray) -> NDArray:
+    return features.astype(np.float64) @ head["weight"].T + head["bias"]
+
+
+def mean_head(heads: Sequence[Head]) -> Head:
+    return {name: np.mean([head[name] for head in heads], axis=0) for name in ("weight", "bias")}
+
+
+def recorded(path: Path, make: Callable[[], Head]) -> Head:
+    """What an earlier call has made, or else made now and kept."""
+    if not path.is_file():
+        with write_atomically(path) as partial, open(partial, "wb") as file:
+            np.savez(file, **make())  # type: ignore[arg-type]
+    with np.load(path) as found:
+        return dict(found)
+
+
+def train_head(data: Embedded, seen: NDArray, settings: dict[str, Any], processor: Any, start: Head) -> Head:
+    """A linear head on standardised features.
+
+    Args:
+        start: the probe of the same images.
+    """
+    shape: dict[str, Any] = {"size": data.plain.shape[1], "num_labels": len(data.class_names)}
+    head = FeatureHead(FeatureHeadConfig(**shape))
+    head.standardise(*data.scale)
+    head.start_from(start["weight"], start["bias"])
+    train(head, {**settings, "cpu_threads": 1}, data.labeled.select(seen), data.pile, processor)
+    weight, bias = head.linear()
+    return {"weight": weight.cpu().numpy(), "bias": bias.cpu().numpy()}
+
+
+def train(
+    model: Any, settings: dict[str, Any], labeled: Any, pile: Any, processor: Any, *callbacks: Any
+) -> None:
+    """A short training that says and leaves nothing."""
+    with tempfile.TemporaryDirectory() as folder, same_threads(), contextlib.redirect_stdout(io.StringIO()):
+        trainer = FixAStepTrainer(
+            model,
+            FixAStepConfig(output_dir=folder, **QUIET, **settings),
+            train_dataset=labeled,
+            unlabeled_dataset=pile,
+            processing_class=processor,
+            callbacks=list(callbacks),
+        )
+        trainer.remove_callback(PrinterCallback)
+        trainer.train()
+
+
+@contextlib.contextmanager
+def little_garbage() -> Iterator[None]:
+    """Every training collects garbage, which takes as long as its steps if all that the libraries have loaded
+    is looked at.
+    """
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+@contextlib.contextmanager
+def same_threads() -> Iterator[None]:
+    """A training may set the number of threads, which is that of the whole process."""
+    threads = torch.get_num_threads()
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
