@@ -290,8 +290,8 @@ class TestBadInput:
             ),
             (
                 {"unlabeled": Images(torch.zeros(9, 1, 3, 2, dtype=torch.uint8))},
-                "Unlabeled images are [3, 2] and labeled ones [2, 2], but expected the same [H, W]: "
-                "build both by Images.from_dataset with the same size.",
+                "Unlabeled images are [3, 2] and labeled ones [2, 2], but expected the same: build both by "
+                "Images.from_dataset with the same size, or embed both with the same network.",
             ),
         ],
     )
