@@ -232,6 +232,11 @@ class FixAStepTrainer(SteppingTrainer, PushingTrainer):
         self.finish_resuming()
 
     @property
+    def saved_network(self) -> nn.Module:
+        """What `save_model` writes at the end."""
+        return self.core_model
+
+    @property
     def teacher_decay(self) -> float | None:
         """As given, or fitted to the run once its length is known."""
         steps = self.state.max_steps

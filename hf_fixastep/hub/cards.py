@@ -115,9 +115,11 @@ def summary(run: RunFolder) -> str:
 
 def method(metrics: Mapping[str, Any]) -> str:
     name = metrics.get("procedure") or metrics["loss"]
-    base = METHODS.get(name) or BASELINES.get(name) or escape(name)
+    if name in BASELINES:
+        return "logistic regression on the features of the frozen network (the probe)"
+    base = METHODS.get(name) or escape(name)
     gate, mixing = metrics["gate"] != "off", metrics["mix_labeled"]
-    if metrics["loss"] in ("supervised", *BASELINES) or not (gate or mixing):
+    if metrics["loss"] == "supervised" or not (gate or mixing):
         return base
     parts = "" if gate and mixing else " (its gate alone)" if gate else " (its mixing alone)"
     return f"{base} and Fix-A-Step{parts}"
@@ -159,6 +161,8 @@ def describe_data(run: RunFolder) -> str:
 def describe_training(run: RunFolder) -> str:
     metrics = run.metrics
     lines = [f"Loss: {method(metrics)}, {metrics['steps']:,} steps."]
+    if metrics["loss"] in BASELINES:
+        lines = ["Only the head is new, and it was fitted, not trained."]
     if metrics.get("best_step"):
         lines[0] += f" The weights are those of step {metrics['best_step']:,}, the best on validation images."
     if metrics.get("gate_open_rate") is not None:

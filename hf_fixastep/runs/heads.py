@@ -61,6 +61,10 @@ class HeadTrainer(FixAStepTrainer):
         if args.loss in BASELINES:
             self.card.loss = args.loss
 
+    @property
+    def saved_network(self) -> nn.Module:
+        return self.backbone.model
+
     def prediction_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         if self.answer is None:
             return super().prediction_step(model, inputs, *args, **kwargs)

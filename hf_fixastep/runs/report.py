@@ -67,7 +67,7 @@ class RunReport:
             "support": support,
             "intervals": split_intervals(results, support),
             "dataset": self.dataset | {"hashes": hashes},
-            "parameters": sum(p.numel() for p in trainer.core_model.parameters()),
+            "parameters": sum(p.numel() for p in trainer.saved_network.parameters()),
             "started_from": getattr(trainer.core_model.config, "name_or_path", None) or None,
             **({"baselines": self.baselines} if self.baselines else {}),
             "speed": self.speed(),

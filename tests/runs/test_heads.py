@@ -90,6 +90,8 @@ def test_a_probe_run_and_the_baseline_beside_a_fine_tuning_are_the_probe(
     expected = (fit_probe(train, labels, 6).logits(test).argmax(-1) == truth).mean()
     probe = start(settings, tmp_path / "probe", loss="probe")
     assert probe["loss"] == "probe"
+    saved = AutoModelForImageClassification.from_pretrained(tmp_path / "probe")
+    assert probe["parameters"] == saved.num_parameters()
     assert probe["test_accuracy"] == pytest.approx(expected, abs=0.01)  # features in float16
     tuned = start(settings, tmp_path / "tuned", loss="supervised", trainable="all")
     assert tuned["baselines"]["probe"]["test_accuracy"] == probe["test_accuracy"]
