@@ -17,6 +17,7 @@ from hf_fixastep.study.comparison import (
     TEST_METRICS,
     Comparison,
     as_dict,
+    as_table,
     compare,
     data_of,
     details,
@@ -121,6 +122,7 @@ def main(argv: list[str]) -> None:
         found = compare(runs, metric)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "comparison.json").write_text(json.dumps(as_dict(found), indent=2))
+        as_table(found).to_csv(folder / "comparison.csv", index=False, float_format="%.6f")
         print_comparison(found)
         print(*draw_figures(runs, metric, folder), sep="\n")
     except (OSError, ValueError) as error:

@@ -357,6 +357,22 @@ def as_dict(found: Comparison) -> dict[str, Any]:
     return {**how, "rows": rows, **differences, "sentences": sentences(found), "notes": found.notes}
 
 
+def as_table(found: Comparison) -> pd.DataFrame:
+    """A row per group: its mean, and its differences from what it is compared with."""
+    parts = {"probe": found.beats, "labeled_only": found.helps, "base": found.gains}
+    columns = {name: {id(each.first): each.interval for each in part} for name, part in parts.items()}
+    rows = []
+    for group, mean in zip(found.groups, found.means, strict=True):
+        row = {"name": name_of(group), **{name: group.settings[name] for name in (*DATA, *SWITCHES[:3])}}
+        row |= {"seeds": mean.seeds, found.metric: mean.mean, "low": mean.low, "high": mean.high}
+        for name, intervals in columns.items():
+            if interval := intervals.get(id(group)):
+                ends = {"": interval.mean, "_low": interval.low, "_high": interval.high}
+                row |= {f"against_{name}{end}": value for end, value in ends.items()}
+        rows.append(row)
+    return pd.DataFrame(rows)
+
+
 def finite(values: dict[str, Any]) -> dict[str, Any]:
     """JSON has no NaN."""
     nothing = {name for name, value in values.items() if isinstance(value, float) and not np.isfinite(value)}

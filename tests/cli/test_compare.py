@@ -28,7 +28,8 @@ def test_a_table_gives_text_numbers_and_figures(tmp_path, capsys) -> None:
     assert question in text
     assert answer in text
     assert "No sensitivity: the sensitivity needs runs that differ in mix_alpha or mix_temperature." in text
-    drawn = {path.name for path in folder.iterdir()} - {"comparison.json", "results.parquet"}
+    texts = {"comparison.json", "comparison.csv", "results.parquet"}
+    drawn = {path.name for path in folder.iterdir()} - texts
     names = ("accuracy_over_zeta", "ablation", "gate_over_time")
     assert drawn == {f"{name}.{kind}" for name in names for kind in ("png", "svg")}
 
@@ -46,6 +47,19 @@ def test_a_probe_adds_a_column_a_question_and_a_figure(tmp_path, capsys) -> None
     assert list(found.columns[4].cells)[row].startswith("-3.0 (")
     assert len(json.loads((folder / "comparison.json").read_text())["against_probe"]) == 9
     assert (folder / "against_probe.png").is_file()
+
+
+def test_the_csv_has_means_and_differences_of_every_row(tmp_path) -> None:
+    runs = pd.concat([study(losses=("vat",), zetas=(0, 50)), probes()])
+    compare.main([str(write(runs, tmp_path / "sweep"))])
+    table = pd.read_csv(tmp_path / "sweep/comparison.csv").set_index(["name", "zeta"])
+    means = runs.groupby(["loss", "variant", "zeta"])["test_accuracy"].mean()
+    row, own = table.loc["VAT + Fix-A-Step", 50], means["vat", "Fix-A-Step", 50]
+    assert row["test_accuracy"] == pytest.approx(own, abs=1e-6)
+    assert row["against_base"] == pytest.approx(own - means["vat", "base", 50], abs=2e-6)
+    assert row["against_probe"] == pytest.approx(own - means["probe"].mean(), abs=2e-6)
+    assert row["against_probe_low"] <= row["against_probe"] <= row["against_probe_high"]
+    assert table.loc["probe"].filter(like="against").isna().all(axis=None)
 
 
 def test_the_outcome_goes_where_it_is_wanted_by_the_wanted_metric(tmp_path) -> None:
