@@ -38,14 +38,16 @@ STEPS: dict[str, Any] = {
 # Settings of the heads, simpler ones first.
 HEADS: dict[str, dict[str, Any]] = {
     LABELED_ONLY: {**STEPS, "loss": "supervised"},
+    "vat": {**STEPS, "loss": "vat", "gate": "per_example", "unlabeled_weight": 0.3},
     "mean_teacher": {
         **STEPS,
         "loss": "mean_teacher",
         "loss_kwargs": {"student_view": "strong"},
         "gate": "per_example",
+        "unlabeled_weight": 20.0,
     },
-    "fixmatch": {**STEPS, "loss": "fixmatch", "gate": "per_example"},
 }
+VAT_REACH = 0.17  # VAT's step, as a share of the usual distance of features from their mean
 QUIET: dict[str, Any] = {
     "report_to": [],
     "save_strategy": "no",
@@ -177,6 +179,8 @@ def train_head(data: Embedded, seen: NDArray, settings: dict[str, Any], processo
     head = FeatureHead(FeatureHeadConfig(**shape))
     head.standardise(*data.scale)
     head.start_from(start["weight"], start["bias"])
+    if settings["loss"] == "vat":  # networks differ in the length of their features
+        settings = {**settings, "loss_kwargs": {"eps": VAT_REACH * data.spread}}
     train(head, {**settings, "cpu_threads": 1}, data.labeled.select(seen), data.pile, processor)
     weight, bias = head.linear()
     return {"weight": weight.cpu().numpy(), "bias": bias.cpu().numpy()}

@@ -172,6 +172,11 @@ class Embedded:
         return standardisation(self.around, self.plain.shape[1])
 
     @cached_property
+    def spread(self) -> float:
+        """The usual distance of features from their mean."""
+        return float(np.sqrt(self.around.var(0, dtype=np.float64).sum()))
+
+    @cached_property
     def parts(self) -> list[Part]:
         """What is measured: on the validation images, or by cross-validation over the labels; nothing where
         no class but one has two images.

@@ -15,17 +15,27 @@ import numpy as np
 import pandas as pd
 import PIL.Image
 import pytest
+import torch
 from scipy.special import softmax
 from transformers import pipeline
 
 from hf_fixastep import cli
 from hf_fixastep.data import load_dataset
+from hf_fixastep.data.features import Features
 from hf_fixastep.features import candidates as trainings
 from hf_fixastep.features import fit as module
 from hf_fixastep.features import tuning
-from hf_fixastep.features.candidates import HEADS, LABELED_ONLY, PROBE, TUNED, Candidate
+from hf_fixastep.features.candidates import (
+    HEADS,
+    LABELED_ONLY,
+    PROBE,
+    TUNED,
+    Candidate,
+    logits_of,
+    train_head,
+)
 from hf_fixastep.features.fit import fit, seconds, with_tuned
-from hf_fixastep.features.fit_data import folds
+from hf_fixastep.features.fit_data import Embedded, folds
 from hf_fixastep.features.verdict import NOTHING, against, choose, verdict
 from tests.features.networks import tiny_network, tiny_processor
 
@@ -105,6 +115,21 @@ def answering(name: str, *right: int, images: int = 100, loss: str = "fixmatch")
     wrong = np.arange(images)[None] >= np.array(right)[:, None]
     answers = np.where(wrong, 1 - labels, labels)
     return Candidate(name, {"loss": loss}, {}, np.eye(2)[answers], labels)
+
+
+def test_features_of_another_length_give_the_same_heads() -> None:
+    """Eight times the features, whose weights are an eighth and whose answers are the same."""
+    torch.manual_seed(0)
+    rows, labels, answers = torch.randn(40, 3, 6), torch.arange(8) % 2, []
+    for length in (1.0, 8.0):
+        labeled = Features.of(length * rows[:8], labels, ["a", "b"], weak=1)
+        data = Embedded(["a", "b"], labeled, Features.of(length * rows, weak=1), None, None)
+        start = {"weight": np.ones((2, 6)) / length, "bias": np.zeros(2)}
+        found = train_head(data, np.arange(8), HEADS["vat"], tiny_processor(), start)
+        answers.append(logits_of(found, length * rows[:, 0].numpy()))
+    np.testing.assert_allclose(answers[0], answers[1], atol=1e-4)
+    start = {"weight": np.ones((2, 6)), "bias": np.zeros(2)}
+    assert np.abs(answers[0] - logits_of(start, rows[:, 0].numpy())).max() > 1e-3  # and something was learned
 
 
 def test_the_best_is_chosen_and_the_simpler_one_of_equals() -> None:
@@ -234,7 +259,7 @@ def test_what_is_saved_is_never_worse_than_the_probe_on_held_out_images(run, har
         assert chosen["of_mean_head"] >= probe["balanced_accuracy"]
 
 
-@pytest.mark.parametrize("chosen", [PROBE, "fixmatch"])
+@pytest.mark.parametrize("chosen", [PROBE, "mean_teacher"])
 def test_the_pipeline_gives_the_probabilities_that_the_table_says(
     run, hard, tmp_path, monkeypatch, chosen
 ) -> None:
