@@ -34,7 +34,7 @@ class CachedViews:
     weak: int
     strong: int
 
-    def __call__(self, names: Iterable[str], rows: Tensor, generator: torch.Generator) -> dict[str, Tensor]:
+    def __call__(self, names: Iterable[str], rows: Rows, generator: torch.Generator) -> dict[str, Tensor]:
         """The named views, drawn in the order of VIEWS, whatever the order of the names.
 
         The second weak view is another version than the first, unless there is only one.
@@ -47,12 +47,10 @@ class CachedViews:
                 version = (first + 1 + self._draw(self.weak - 1, rows, generator)) % self.weak
             else:
                 version = first = self._draw(self.weak, rows, generator)
-            at = torch.arange(0, rows.shape[0] * rows.shape[1], rows.shape[1]) + 1 + version
-            # Whole rows, which is faster than an index of images and versions.
-            drawn[name] = rows.flatten(0, 1).index_select(0, at.to(rows.device)).float()
+            drawn[name] = rows.version(1 + version)
         return drawn
 
-    def _draw(self, count: int, rows: Tensor, generator: torch.Generator) -> Tensor:
+    def _draw(self, count: int, rows: Rows, generator: torch.Generator) -> Tensor:
         if count == 0:
             raise ValueError(
                 f"The cache holds {self.weak} weak and {self.strong} strong views of an image, but this loss "
@@ -60,8 +58,65 @@ class CachedViews:
             )
         return torch.randint(count, (len(rows),), generator=generator)
 
-    def plain(self, rows: Tensor) -> Tensor:
-        return rows[:, 0].float()
+    def plain(self, rows: Rows) -> Tensor:
+        return rows.version(0)
+
+
+class Rows:
+    """The images of a batch, whose features are read once it is known which version of each is wanted.
+
+    What goes to another process or device has all versions, for that cannot be known there.
+
+    Args:
+        parts: [N, versions, D] each.
+        places: part and row of each image, int64 [n, 2], in the memory of the host.
+    """
+
+    def __init__(self, parts: Sequence[Tensor], places: Tensor) -> None:
+        self.parts, self.places = parts, places
+
+    @classmethod
+    def of(cls, values: Tensor) -> Rows:
+        """All rows of [n, versions, D]."""
+        at = torch.arange(len(values))
+        return cls([values], torch.stack([torch.zeros_like(at), at], 1))
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    def __getitem__(self, some: slice) -> Rows:
+        return Rows(self.parts, self.places[some])
+
+    def __reduce__(self) -> Any:
+        return Rows.of, (self.read(),)
+
+    def pin_memory(self) -> Rows:
+        return Rows.of(self.read().pin_memory())
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> Rows:
+        if torch.device(device) == self.parts[0].device:
+            return self
+        return Rows.of(self.read().to(device, non_blocking=non_blocking))
+
+    def read(self) -> Tensor:
+        """All versions, [n, versions, D]."""
+        return self._take(self.parts, self.places[:, 1])
+
+    def version(self, version: Tensor | int) -> Tensor:
+        """One version of each image, float32 [n, D]."""
+        at = self.places[:, 1] * self.parts[0].shape[1] + version
+        return self._take([part.flatten(0, 1) for part in self.parts], at).float()
+
+    def _take(self, parts: Sequence[Tensor], at: Tensor) -> Tensor:
+        first = parts[0]
+        if len(parts) == 1:
+            return first.index_select(0, at.to(first.device))
+        found = torch.empty(len(at), *first.shape[1:], dtype=first.dtype)
+        for number, part in enumerate(parts):
+            chosen = (self.places[:, 0] == number).nonzero()[:, 0]
+            if len(chosen):
+                found[chosen] = part.index_select(0, at[chosen])
+        return found
 
 
 class Features(Dataset):
@@ -100,9 +155,9 @@ class Features(Dataset):
     ) -> Features:
         """Features in memory, [N, D] or [N, 1 + weak + strong, D]."""
         values = values[:, None] if values.ndim == 2 else values
-        places = torch.stack([torch.zeros(len(values), dtype=torch.int64), torch.arange(len(values))], 1)
-        fingerprint = hashlib.sha256(values.contiguous().numpy().tobytes()).hexdigest()
-        return cls([values], places, weak, fingerprint, labels, class_names)
+        values = values.contiguous()
+        fingerprint = hashlib.sha256(values.numpy().tobytes()).hexdigest()
+        return cls([values], Rows.of(values).places, weak, fingerprint, labels, class_names)
 
     def __getstate__(self) -> dict[str, Any]:
         """For worker processes, which map the files themselves."""
@@ -127,32 +182,21 @@ class Features(Dataset):
         return len(self.places)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        return {name: values[0] for name, values in self.__getitems__([index]).items()}
+        batch = self.__getitems__([index])
+        batch["pixel_values"] = batch["pixel_values"].read()
+        return {name: values[0] for name, values in batch.items()}
 
-    def __getitems__(self, indices: Sequence[int]) -> dict[str, Tensor]:
+    def __getitems__(self, indices: Sequence[int] | Tensor) -> dict[str, Any]:
         rows = torch.as_tensor(indices, dtype=torch.int64)
-        batch = {"pixel_values": self._read(self.places.index_select(0, rows))}
+        batch = {"pixel_values": Rows(self.parts, self.places.index_select(0, rows))}
         return batch if self.labels is None else {**batch, "labels": self.labels.index_select(0, rows)}
-
-    def _read(self, places: Tensor) -> Tensor:
-        if len(self.parts) == 1:
-            return self.parts[0].index_select(0, places[:, 1])
-        first = self.parts[0]
-        rows = torch.empty(len(places), *first.shape[1:], dtype=first.dtype)
-        for number, part in enumerate(self.parts):
-            chosen = (places[:, 0] == number).nonzero()[:, 0]
-            if len(chosen):
-                rows[chosen] = part.index_select(0, places[chosen, 1])
-        return rows
 
     def plain(self) -> NDArray:
         """The features of the images as they are, float32 [N, D]."""
         found = np.empty((len(self), *self.row_shape), np.float32)
         for start in range(0, len(self), AT_ONCE):
-            places = self.places[start : start + AT_ONCE]
-            for number, part in enumerate(self.parts):
-                chosen = (places[:, 0] == number).nonzero()[:, 0]
-                found[start + chosen.numpy()] = part[places[chosen, 1], 0].float().numpy()
+            rows = Rows(self.parts, self.places[start : start + AT_ONCE])
+            found[start : start + AT_ONCE] = rows.version(0).numpy()
         return found
 
     def select(self, rows: Sequence[int] | NDArray, labels: Tensor | None = None) -> Features:

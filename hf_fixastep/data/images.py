@@ -113,7 +113,7 @@ class Images(Dataset):
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         return {name: values[0] for name, values in self.__getitems__([index]).items()}
 
-    def __getitems__(self, indices: Sequence[int]) -> dict[str, Tensor]:
+    def __getitems__(self, indices: Sequence[int] | Tensor) -> dict[str, Tensor]:
         rows = torch.as_tensor(indices, dtype=torch.int64)
         # index_select takes 448 rows of 32x32 about twenty times faster than pixels[rows]
         batch = {"pixel_values": self.pixels.index_select(0, rows)}

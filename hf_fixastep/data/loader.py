@@ -122,8 +122,9 @@ class PairedDataset(Dataset):
     def __getitems__(self, draw: Draw) -> dict[str, Any]:  # torch passes on whatever the batch sampler yields
         batch: dict[str, Any] = {**self.labeled.__getitems__(draw.labeled), "step": draw.number}
         if self.unlabeled is not None:
-            batch["unlabeled"] = self.unlabeled.__getitems__(draw.unlabeled)["pixel_values"]
-            batch["unlabeled_index"] = torch.tensor(draw.unlabeled, dtype=torch.int64)
+            rows = torch.tensor(draw.unlabeled, dtype=torch.int64)
+            batch["unlabeled"] = self.unlabeled.__getitems__(rows)["pixel_values"]
+            batch["unlabeled_index"] = rows
         return batch
 
 

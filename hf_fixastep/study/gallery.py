@@ -99,9 +99,9 @@ def mix_first_batch(trainer: FixAStepTrainer) -> Mixed | None:
 
 def plot_augmentations(trainer: FixAStepTrainer) -> Figure:
     """Unlabeled images with three views of each; labeled images, partners, mixtures and their labels."""
-    args, pixels = trainer.args, unlabeled_pixels(trainer)[:IN_A_ROW]
-    views = trainer.views(VIEWS, pixels, generator_for(args.seed, args.process_index, 0, "unlabeled"))
-    rows = [("unlabeled", trainer.views.plain(pixels)), ("weak", views["weak"]), ("weak", views["weak_2"])]
+    args, pixels, own = trainer.args, unlabeled_pixels(trainer)[:IN_A_ROW], cast(Views, trainer.views)
+    views = own(VIEWS, pixels, generator_for(args.seed, args.process_index, 0, "unlabeled"))
+    rows = [("unlabeled", own.plain(pixels)), ("weak", views["weak"]), ("weak", views["weak_2"])]
     rows += [("strong", views["strong"])]
     mixed = mix_first_batch(trainer)
     if mixed is not None:
@@ -239,7 +239,7 @@ def plot_gate_images(found: Tally, trainer: FixAStepTrainer) -> Figure:
     upper, lower = halves
     grid = upper.subplots(2, IN_A_ROW, squeeze=False)
     for line, name, rows in zip(grid, ("dropped", "kept"), (order, order[::-1]), strict=True):
-        images = trainer.views.plain(unlabeled_pixels(trainer)[rows[:IN_A_ROW].copy()])
+        images = cast(Views, trainer.views).plain(unlabeled_pixels(trainer)[rows[:IN_A_ROW].copy()])
         draw_row(line, f"most often\n{name}", [to_picture(image, trainer) for image in images])
         for axes, row in zip(line, rows, strict=False):
             share = found.kept[row] / found.batches[row]

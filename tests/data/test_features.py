@@ -8,21 +8,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 from transformers import ViTImageProcessor
 
 from hf_fixastep import FixAStepConfig, FixAStepTrainer
-from hf_fixastep.data.features import CachedViews, Features
+from hf_fixastep.data.features import CachedViews, Features, Rows
 from hf_fixastep.data.loader import PairedSampler, generator_for
 from hf_fixastep.features.embed import embed
 from hf_fixastep.models.head import FeatureHead, FeatureHeadConfig
 from tests.features.networks import pictures, tiny_backbone
 
 
-def numbered(rows: int, weak: int, strong: int) -> Tensor:
+def numbered(rows: int, weak: int, strong: int) -> Rows:
     """The only number of version v of row r is 100 r + v."""
     versions = 1 + weak + strong
-    return (100 * torch.arange(rows)[:, None] + torch.arange(versions))[..., None].half()
+    return Rows.of((100 * torch.arange(rows)[:, None] + torch.arange(versions))[..., None].half())
 
 
 def test_views_are_drawn_from_their_own_versions_and_the_second_weak_one_is_another() -> None:
@@ -51,8 +50,18 @@ def test_rows_of_several_parts_are_those_of_one() -> None:
     places = torch.tensor([[1, 0], [0, 3], [0, 0], [1, 4]])
     features = Features([values[:4], values[4:]], places, 1, "name")
     rows = values[[4, 3, 0, 8]]
-    assert torch.equal(features.__getitems__([3, 0, 1])["pixel_values"], rows[[3, 0, 1]])
+    batch = features.__getitems__([3, 0, 1])["pixel_values"]
+    assert torch.equal(batch.read(), rows[[3, 0, 1]])
+    assert torch.equal(batch.version(torch.tensor([2, 0, 1])), rows[[3, 0, 1], [2, 0, 1]].float())
     np.testing.assert_array_equal(features.plain(), rows[:, 0].float())
+
+
+def test_a_batch_that_a_worker_process_sends_holds_no_more_than_its_own_rows() -> None:
+    values = torch.randn(9, 3, 400).half()
+    batch = Features.of(values, weak=1).__getitems__([5, 2])["pixel_values"]
+    sent = pickle.dumps(batch[1:])
+    assert len(sent) < values[0].nbytes + 1500
+    assert torch.equal(pickle.loads(sent).read(), values[[2]])
 
 
 def test_worker_processes_map_the_files_themselves(tmp_path: Path) -> None:
