@@ -106,7 +106,8 @@ class SteppingTrainer(CheckpointingTrainer):
         if loss is None:
             return
         self.values.record({"loss/labeled" if row == LABELED else "loss/unlabeled": loss})
-        loss = loss / self.current_gradient_accumulation_steps
+        if self.current_gradient_accumulation_steps > 1:
+            loss = loss / self.current_gradient_accumulation_steps
         with self.slots.fill(row):
             self.accelerator.backward(loss, retain_graph=retain_graph)
         if self.accelerator.sync_gradients and last:

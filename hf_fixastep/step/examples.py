@@ -35,7 +35,7 @@ class ExampleGate:
 
     A row is what goes through the head: one view of one image. With delta the gradient of the unlabeled loss
     by the row's logits, h its features, G and g the labeled gradients of weight and bias, the inner product
-    of both gradients is delta @ G @ h + delta @ g.
+    of both gradients is delta @ (G @ h + g).
     """
 
     def __init__(self, model: nn.Module, num_labels: int) -> None:
@@ -44,7 +44,7 @@ class ExampleGate:
         self.parameters: list[Any] = [
             p for p in (head.weight, head.bias) if p is not None and p.requires_grad
         ]
-        self.labeled: Any = None  # G, and g as its last column
+        self.labeled: list[Tensor] = []  # G, and g if the head has a bias that is trained
         self.is_choosing = False
         self.waiting: list[Any] = []  # what is to be judged by the labeled gradient when it is complete
         self.counts = torch.zeros(2, dtype=torch.int64, device=head.weight.device)  # rows kept, and judged
@@ -63,9 +63,10 @@ class ExampleGate:
         gradients: list[Any] = [slots.gradients[parameter][LABELED] for parameter in self.parameters]
         is_sharded = isinstance(gradients[0], DTensor)  # and then reduced already
         whole = [gradient.full_tensor() if is_sharded else gradient for gradient in gradients]
-        self.labeled = torch.cat([precise(gradient).view(len(gradient), -1) for gradient in whole], 1)
+        self.labeled = [precise(gradient).clone() for gradient in whole]
         if is_distributed() and not is_sharded:
-            dist.all_reduce(self.labeled)  # only the sign of a product with it counts, so a sum will do
+            for gradient in self.labeled:  # only the sign of a product with it counts, so a sum will do
+                dist.all_reduce(gradient)
 
     @contextlib.contextmanager
     def choosing(self) -> Iterator[None]:
@@ -96,15 +97,12 @@ class ExampleGate:
         logits.register_hook(lambda delta: self._choose(delta, features) if self.is_choosing else None)
 
     def _choose(self, delta: Tensor, features: Tensor) -> Tensor:
-        features = precise(features)
-        if len(self.parameters) == 2:
-            features = F.pad(features, (0, 1), value=1.0)
-        products = (precise(delta) @ self.labeled * features).sum(1)
+        products = (F.linear(precise(features), *self.labeled) * precise(delta)).sum(1)
         # A row that is not finite passes, so that the slots reject and count the gradient as with every gate,
         # and a GradScaler learns of an overflow.
         kept = (products > 0) | ~delta.isfinite().all(1)
         judged = delta.ne(0).any(1)
-        self.counts += torch.stack([(kept & judged).sum(), judged.sum()])
+        self.counts += torch.stack([kept & judged, judged]).sum(1)
         # where, never a product with 0: a rejected row may hold anything.
         return torch.where(kept[:, None], delta, 0.0)
 

@@ -124,15 +124,19 @@ class GradientSlots:
             pass_overflow: write NaN when a gradient is not finite, so that a GradScaler skips and backs off.
         """
         check_choice("gate", policy, GATES)
-        dot, labeled_square, unlabeled_square = self._inner_products()
-        # False for NaN.
-        labeled_finite, unlabeled_finite = labeled_square < LARGEST**2, unlabeled_square < LARGEST**2
+        products = self._inner_products()
+        dot, squares = products[0], products[1:]
+        labeled_finite, unlabeled_finite = finite = squares < LARGEST**2  # False for NaN
         if policy == "layerwise":
             opened = self._add_layerwise(weight, unlabeled_finite)
         else:
-            opened = {"drop": dot > 0, "project": dot >= 0}.get(policy, True) & unlabeled_finite
+            opened = unlabeled_finite
             # where, never a product with 0: a rejected gradient may hold inf or NaN.
-            pull_back = torch.where((dot < 0) & labeled_finite, dot / labeled_square, 0.0)
+            if policy == "drop":
+                opened = opened & (dot > 0)
+            elif policy == "project":
+                opened = opened & (dot >= 0)
+                pull_back = torch.where((dot < 0) & labeled_finite, dot / squares[LABELED], 0.0)
             for labeled, unlabeled in self._chunks():
                 if policy == "project":
                     step = precise(unlabeled) - pull_back * precise(labeled)
@@ -146,16 +150,17 @@ class GradientSlots:
         for parameter in self.parameters:
             parameter.grad = self.gradients[parameter][LABELED]
         self.decided = True
-        labeled_norm, unlabeled_norm = labeled_square.sqrt(), unlabeled_square.sqrt()
-        norms, finite = labeled_norm * unlabeled_norm, labeled_finite & unlabeled_finite
+        labeled_norm, unlabeled_norm = squares.sqrt()
+        labeled_nonfinite, unlabeled_nonfinite = (~finite).float()
+        norms = labeled_norm * unlabeled_norm
         return Gate(
             open=opened.float(),
             dot=dot,
-            cosine=torch.where(finite & (norms > 0), dot / norms, 0.0),
+            cosine=torch.where(finite.all() & (norms > 0), dot / norms, 0.0),
             labeled_norm=labeled_norm,
             unlabeled_norm=unlabeled_norm,
-            labeled_nonfinite=(~labeled_finite).float(),
-            unlabeled_nonfinite=(~unlabeled_finite).float(),
+            labeled_nonfinite=labeled_nonfinite,
+            unlabeled_nonfinite=unlabeled_nonfinite,
         )
 
     def _chunks(self) -> Iterator[Tensor]:
@@ -167,7 +172,7 @@ class GradientSlots:
         """<labeled, unlabeled>, |labeled|^2 and |unlabeled|^2, where squares of tiny float32 values do not
         vanish.
         """
-        total = precise(torch.zeros(3, device=self.buffers[0].device))
+        total: Any = 0
         for chunk in self._chunks():
             labeled, unlabeled = precise(chunk)
             total = total + torch.stack(
