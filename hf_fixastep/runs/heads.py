@@ -85,19 +85,19 @@ def new_head(features: Mapping[str, Features], with_pile: bool) -> FeatureHead:
 
     It standardises by the labeled images, and by the pile too unless that must not be looked at.
     """
-    labeled, probe = features["labeled"], probe_of(features["labeled"])
-    seen = [labeled.plain()]
+    probe, seen = probe_of(features["labeled"]), [features["labeled"]]
     if with_pile and "unlabeled" in features:
-        seen.append(features["unlabeled"].plain())
+        seen.append(features["unlabeled"])
     classes, size = probe.weight.shape
     head = FeatureHead(FeatureHeadConfig(size=size, num_labels=classes))  # type: ignore[call-arg]
-    head.standardise(*standardisation(np.concatenate(seen), size))
+    head.standardise(*spread_of(seen))
     head.start_from(probe.weight, probe.bias)
     return head
 
 
 # The last ones made: runs of a sweep in one process share them.
 PROBES: dict[str, Probe] = {}  # by the fingerprint of the labeled images
+SPREADS: dict[tuple[str, ...], tuple[NDArray, NDArray]] = {}  # by the fingerprints of all images
 LAST: dict[str, tuple[Backbone, dict[str, Features], str]] = {}
 
 
@@ -143,6 +143,16 @@ def probe_of(labeled: Features) -> Probe:
         PROBES.clear()
         PROBES[labeled.fingerprint] = fit_probe(labeled.plain(), labels, classes)
     return PROBES[labeled.fingerprint]
+
+
+def spread_of(sets: list[Features]) -> tuple[NDArray, NDArray]:
+    """Mean and deviation of each number over all images of some sets."""
+    key = tuple(each.fingerprint for each in sets)
+    if key not in SPREADS:
+        SPREADS.clear()
+        rows = np.concatenate([each.plain() for each in sets])
+        SPREADS[key] = standardisation(rows, rows.shape[1])
+    return SPREADS[key]
 
 
 def take_baseline(trainer: HeadTrainer) -> None:

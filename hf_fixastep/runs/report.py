@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import json
 import platform
@@ -121,6 +122,7 @@ class RunReport:
         return {name: as_json(value) for name, value in given.items() if not name.endswith("_token")}
 
 
+@functools.cache
 def versions() -> dict[str, str]:
     found = {"python": platform.python_version()}
     for name in ("hf_fixastep", "torch", "transformers", "accelerate", "datasets"):

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import gc
 import hashlib
 import itertools
 import json
@@ -192,6 +193,9 @@ def work(runs: list[tuple[Path, dict[str, Any]]], sweep: Connection) -> None:
     """One run after the other; the exit code is that of the last one that ended with an error."""
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     threading.Thread(target=stop_with, args=(sweep,), daemon=True).start()
+    # Accelerate collects garbage before every training, and would look at all objects of the libraries.
+    gc.collect()
+    gc.freeze()
     code: Any = 0
     for folder, settings in runs:
         try:
