@@ -42,15 +42,10 @@ def average_buffers(buffers: Iterable[Tensor]) -> None:
         copy_all(buffers, [average.view_as(b) for average, b in zip(averages, buffers, strict=True)])
 
 
-def running_statistics(model: nn.Module) -> list[Tensor]:
-    layers = (m for m in model.modules() if getattr(m, "track_running_stats", False))
-    return [buffer for layer in layers for buffer in layer.buffers() if buffer.is_floating_point()]
-
-
 def restore_buffers(model: nn.Module, last: nn.Module) -> None:
     """Put back running statistics that are not finite, for they would stay so, to what `last` has."""
-    if new := running_statistics(model):
-        old = running_statistics(last)
+    new, old = ([buffer for buffer in m.buffers() if buffer.is_floating_point()] for m in (model, last))
+    if new:
         flat, spare = (torch.cat([buffer.flatten() for buffer in buffers]) for buffers in (new, old))
         kept = torch.where(flat.isfinite(), flat, spare).split([buffer.numel() for buffer in new])
         copy_all(new, [values.view_as(b) for values, b in zip(kept, new, strict=True)])
