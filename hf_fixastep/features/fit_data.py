@@ -169,7 +169,7 @@ class Embedded:
 
     @cached_property
     def scale(self) -> tuple[NDArray, NDArray]:
-        return standardisation(self.around, self.plain.shape[1])
+        return standardisation(self.around)
 
     @cached_property
     def spread(self) -> float:

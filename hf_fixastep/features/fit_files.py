@@ -119,7 +119,7 @@ def save_figures(
 ) -> None:
     differences = {each.name: against(each, candidates[0]) for each in candidates[1:]}
     rows = {name: (found.mean, found.low, found.high) for name, found in differences.items()}
-    label = "Balanced accuracy minus that of the probe, in points, with 95 % intervals"
+    label = "Balanced accuracy minus that of the probe, in points, with 95 % intervals for all at once"
     plot_differences(rows, label).savefig(folder / "candidates.png", dpi=RESOLUTION)
     answers = chosen.logits.mean(0).argmax(-1)
     counts = confusion_matrix(chosen.labels, answers, labels=range(len(names)))

@@ -32,7 +32,7 @@ DEFAULT_STRENGTH = 0.01  # without cross-validation; it had the lowest log loss 
 COUNTS = (1, 3, 5, 10, 20)
 TEMPERATURES = 0.2, 5.0  # beyond them the labels are too few to tell
 PATIENCE = 2  # strengths that are worse than the best, after which weaker regularisation is not tried
-ROWS = 4096  # of the pile that are read at once
+ROWS = 4096  # that are read at once
 
 Fold = tuple[NDArray, NDArray]  # rows to learn from, rows held out
 
@@ -110,7 +110,6 @@ def fit_probe(
     num_classes: int,
     *,
     groups: ArrayLike | None = None,
-    pile: ArrayLike | None = None,
     folds: int = 5,
     seed: int = 0,
     strengths: Sequence[float] = STRENGTHS,
@@ -127,15 +126,13 @@ def fit_probe(
         features: [N, D] of the labeled images.
         labels: [N] class ids.
         groups: [N], such as patients; no group is in two folds.
-        pile: [M, D] plain features of all images, labeled and unlabeled, for mean and deviation; by default
-            those of the labeled images. It is read in parts and may be mapped from a file.
         folds: at most; fewer where the smallest class has fewer images, or groups.
         seed: of the folds.
         strengths: to choose from.
     """
     rows, labels = check(features, labels, num_classes)
     strengths = sorted(check_strengths(strengths))
-    mean, scale = standardisation(rows if pile is None else pile, rows.shape[1])
+    mean, scale = standardisation(rows)
     rows = (rows - mean) / scale
     basis = None
     if len(rows) < rows.shape[1]:
@@ -198,7 +195,6 @@ def fit_neighbours(
     num_classes: int,
     *,
     groups: ArrayLike | None = None,
-    pile: ArrayLike | None = None,
     folds: int = 5,
     seed: int = 0,
     counts: Sequence[int] = COUNTS,
@@ -209,7 +205,7 @@ def fit_neighbours(
     cross-validation one neighbour decides. The other arguments are those of `fit_probe`.
     """
     rows, labels = check(features, labels, num_classes)
-    mean, scale = standardisation(rows if pile is None else pile, rows.shape[1])
+    mean, scale = standardisation(rows)
     rows = directions((rows - mean) / scale)
     parts = split(labels, groups, folds, seed)
     best, count, held_out = -1.0, 1, None
@@ -252,18 +248,15 @@ def winners(shares: NDArray, nearness: NDArray) -> NDArray:
 # ---- what both share
 
 
-def standardisation(pile: ArrayLike, dimensions: int) -> tuple[NDArray, NDArray]:
-    """Mean and deviation of each dimension; one that does not vary is left as it is, without its mean."""
-    pile = np.asanyarray(pile)
-    if pile.ndim != 2 or pile.shape[1] != dimensions or not len(pile):
-        raise ValueError(
-            f"The pile is of shape {list(pile.shape)}, but expected [M, {dimensions}] as the labeled "
-            "features, with at least one image."
-        )
-    starts = range(0, len(pile), ROWS)
-    mean = sum(check_features(pile[at : at + ROWS], dimensions).sum(0) for at in starts) / len(pile)
-    squares = sum(((pile[at : at + ROWS].astype(np.float64) - mean) ** 2).sum(0) for at in starts)
-    deviation = np.sqrt(squares / len(pile))
+def standardisation(rows: NDArray) -> tuple[NDArray, NDArray]:
+    """Mean and deviation of each dimension of [N, D]; one that does not vary only loses its mean.
+
+    In double precision, a part at a time.
+    """
+    starts = range(0, len(rows), ROWS)
+    mean = sum(check_features(rows[at : at + ROWS], rows.shape[1]).sum(0) for at in starts) / len(rows)
+    squares = sum(((rows[at : at + ROWS].astype(np.float64) - mean) ** 2).sum(0) for at in starts)
+    deviation = np.sqrt(squares / len(rows))
     return mean, np.where(deviation > 1e-6 * deviation.mean(), deviation, 1.0)  # what is less is rounding
 
 

@@ -7,11 +7,12 @@ from collections.abc import Sequence
 import numpy as np
 import pandas as pd
 
-from hf_fixastep.features.candidates import LABELED_ONLY, PROBE, TUNED, Candidate
-from hf_fixastep.study.statistics import Interval, count, difference
+from hf_fixastep.features.candidates import HEADS, LABELED_ONLY, PROBE, TUNED, Candidate
+from hf_fixastep.study.statistics import TAIL, Interval, count, difference
 
 
 METRIC = "test_balanced_accuracy"  # as `difference` calls it; of images that were held out
+CHOICES = len(HEADS) + 1  # heads and a fine-tuned network, of which the best may replace the probe
 NOTHING = (
     "Nothing can be compared, as fewer than two classes have two labeled images and there are no validation "
     "images; the saved model is the probe with its default strength."
@@ -33,7 +34,10 @@ def choose(candidates: Sequence[Candidate]) -> Candidate:
 
 
 def against(first: Candidate, second: Candidate) -> Interval:
-    """Of the paired difference over seeds and held-out images; a probe has no seeds and stands for all."""
+    """Of the paired difference over seeds and held-out images; a probe has no seeds and stands for all.
+
+    The best of several candidates is lucky as well, so the interval is wide enough to hold for all at once.
+    """
 
     def table(each: Candidate) -> pd.DataFrame:
         seeds = max(len(first.logits), len(second.logits))
@@ -48,7 +52,7 @@ def against(first: Candidate, second: Candidate) -> Interval:
             }
         )
 
-    return difference(table(first), table(second), METRIC)
+    return difference(table(first), table(second), METRIC, tail=TAIL / CHOICES)
 
 
 def verdict(candidates: Sequence[Candidate], chosen: Candidate, images: str) -> str:
@@ -80,15 +84,22 @@ def verdict(candidates: Sequence[Candidate], chosen: Candidate, images: str) -> 
             "The pile did not help beyond the labels; the saved model is a head trained on the labels alone: "
             f"{numbers}."
         )
-    sure = against(chosen, probe).low > 0
-    subject = "The pile"
-    if chosen.name == TUNED:
-        way = "without" if chosen.settings["loss"] == "supervised" else "with"
-        subject = f"Fine-tuning of the whole network, {way} the pile,"
-    doubt = "" if sure else " The interval reaches below 0, so that chance may explain it."
-    said = f"{subject} {'helped' if sure else 'may have helped'}: {numbers}.{doubt}"
     labels = others[LABELED_ONLY]
-    return f"{said} A head of the labels alone reaches {percent(labels.score)} ({between(chosen, labels)})."
+    alone = f"A head of the labels alone reaches {percent(labels.score)} ({between(chosen, labels)})"
+    is_better, pile_is_why = (against(chosen, each).low > 0 for each in (probe, labels))
+    if not is_better:
+        doubt = "The interval reaches below 0, so that chance may explain it."
+        return f"{subject_of(chosen)} may have helped: {numbers}. {doubt} {alone}."
+    if chosen.name == TUNED or pile_is_why:
+        return f"{subject_of(chosen)} helped: {numbers}. {alone}."
+    return f"Training helped: {numbers}. {alone}, so that it cannot be told whether the pile helped."
+
+
+def subject_of(chosen: Candidate) -> str:
+    if chosen.name != TUNED:
+        return "The pile"
+    way = "without" if chosen.settings["loss"] == "supervised" else "with"
+    return f"Fine-tuning of the whole network, {way} the pile,"
 
 
 def between(first: Candidate, second: Candidate) -> str:

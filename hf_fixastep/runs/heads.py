@@ -151,7 +151,7 @@ def spread_of(sets: list[Features]) -> tuple[NDArray, NDArray]:
     if key not in SPREADS:
         SPREADS.clear()
         rows = np.concatenate([each.plain() for each in sets])
-        SPREADS[key] = standardisation(rows, rows.shape[1])
+        SPREADS[key] = standardisation(rows)
     return SPREADS[key]
 
 

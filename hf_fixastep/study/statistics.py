@@ -51,7 +51,7 @@ def mean_interval(runs: pd.DataFrame, metric: str) -> Interval:
     return Interval(values[0], *ends(draws), 1, "test images")
 
 
-def difference(first: pd.DataFrame, second: pd.DataFrame, metric: str) -> Interval:
+def difference(first: pd.DataFrame, second: pd.DataFrame, metric: str, tail: float = TAIL) -> Interval:
     """Mean of the paired differences, with an interval from a bootstrap over seeds and test images.
 
     Resampled seeds alone would say too little of the chance in training: three seeds have a third less
@@ -61,6 +61,7 @@ def difference(first: pd.DataFrame, second: pd.DataFrame, metric: str) -> Interv
 
     Args:
         first: runs whose rows fit those of `second`.
+        tail: chance beyond each end of the interval.
     """
     by_seed = first[metric].to_numpy(dtype=float) - second[metric].to_numpy(dtype=float)
     mean, seeds = by_seed.mean(), len(by_seed)
@@ -70,13 +71,13 @@ def difference(first: pd.DataFrame, second: pd.DataFrame, metric: str) -> Interv
     draws, over = np.full(DRAWS, mean), []
     if seeds > 1:
         over.append("seeds")
-        draws += stretch(seeds) * (seed_weights(seeds) @ by_seed - mean)
+        draws += stretch(seeds, tail) * (seed_weights(seeds) @ by_seed - mean)
     if shared:
         over.append("test images")
         labels, predictions = answers(pd.concat([first, second]))
         scores = image_draws(labels, predictions, metric)
         draws += (scores[:, :seeds] - scores[:, seeds:]).mean(1) - mean
-    return Interval(mean, *ends(draws), seeds, " and ".join(over))
+    return Interval(mean, *ends(draws, tail), seeds, " and ".join(over))
 
 
 def paired_runs(first: pd.DataFrame, second: pd.DataFrame) -> tuple[pd.DataFrame, pd.DataFrame]:
@@ -125,9 +126,9 @@ def seed_weights(seeds: int) -> NDArray:
     return np.random.default_rng([SEED, 1]).multinomial(seeds, np.full(seeds, 1 / seeds), size=DRAWS) / seeds
 
 
-def stretch(seeds: int) -> float:
+def stretch(seeds: int, tail: float = TAIL) -> float:
     """How much wider Student's interval is than that of resampled seeds."""
-    wider = stats.t.ppf(1 - TAIL, seeds - 1) / stats.norm.ppf(1 - TAIL)
+    wider = stats.t.ppf(1 - tail, seeds - 1) / stats.norm.ppf(1 - tail)
     return float(wider * np.sqrt(seeds / (seeds - 1)))
 
 
@@ -136,8 +137,8 @@ def t_ends(values: NDArray) -> tuple[float, float]:
     return float(values.mean() - half), float(values.mean() + half)
 
 
-def ends(draws: NDArray) -> tuple[float, float]:
-    low, high = np.quantile(draws, [TAIL, 1 - TAIL])
+def ends(draws: NDArray, tail: float = TAIL) -> tuple[float, float]:
+    low, high = np.quantile(draws, [tail, 1 - tail])
     return float(low), float(high)
 
 

@@ -169,6 +169,22 @@ def test_a_sure_gain_is_called_help_with_numbers_and_the_interval() -> None:
     assert 0 < found.low < 0.3 < found.high
 
 
+def test_a_gain_over_the_probe_alone_is_not_put_down_to_the_pile() -> None:
+    probe, plain, best = answering(PROBE, 60), answering(LABELED_ONLY, 89, 89), answering("x", 90, 90)
+    said = verdict([probe, plain, best], best, "images")
+    assert said.startswith("Training helped: 90.0 % against 60.0 % of the probe")
+    assert said.endswith("so that it cannot be told whether the pile helped.")
+
+
+def test_intervals_hold_for_all_candidates_at_once() -> None:
+    """As Bonferroni has it: four intervals that miss 1.25 % each miss at most 5 % together."""
+    assert len(HEADS) + 1 == 4
+    found = against(answering("x", 70), answering(PROBE, 60))  # 10 of 100 images are won
+    won = np.random.default_rng(0).binomial(100, 0.1, 10**6) / 100
+    expected = np.quantile(won, [0.025 / 4, 1 - 0.025 / 4])
+    np.testing.assert_allclose([found.low, found.high], expected, atol=0.011)
+
+
 def test_a_gain_that_chance_may_explain_is_called_so() -> None:
     probe, plain, best = answering(PROBE, 60), answering(LABELED_ONLY, 60), answering("x", 60, 62)
     assert verdict([probe, plain, best], best, "images").startswith(
