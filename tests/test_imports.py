@@ -79,7 +79,7 @@ ALLOWED = {
     "features.candidates": {"config", "evaluation.metrics", "features", "models.head", "trainer"},
     "features.fit_data": {"data", "features"},
     "features.fit_files": {
-        *("evaluation.calibration", "features", "hub.cards", "hub.texts", "methods", "plots"),
+        *("evaluation.calibration", "features", "hub.cards", "hub.push", "hub.texts", "methods", "plots"),
     },
     "features.tuning": {"data", "features", "models.head"},
     "features.verdict": {"features", "study.statistics"},

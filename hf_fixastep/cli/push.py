@@ -1,12 +1,16 @@
-"""fixastep push: push a finished run as a model, or a data set that may be passed on, to the Hub."""
+"""fixastep push: push a finished run or fit as a model, or a data set that may be passed on, to the Hub."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
 
 from huggingface_hub import CommitInfo
 
+from hf_fixastep.features import fit_files
 from hf_fixastep.hub.client import push_files
 from hf_fixastep.hub.push import ALLOWED, prepare_model, push_dataset
 from hf_fixastep.runs.arguments import DataArguments, option, parse
@@ -38,11 +42,14 @@ class DatasetArguments:
 OPTIONS = {"model": PushArguments, "data set": DatasetArguments, "data": DataArguments}
 
 
-def push_run(folder: str, argv: list[str]) -> CommitInfo | None:
-    run = RunFolder.read(folder)
-    args, given = parse((PushArguments,), argv)
-    told = {name: value for name, value in run.recipe.items() if name in vars(args)} | given
-    files = prepare_model(run, *(told.get(f"hub_{name}") for name in ("model_id", "license", "intended_use")))
+def push_model(folder: str, argv: list[str]) -> CommitInfo | None:
+    args, told = parse((PushArguments,), argv)
+    prepare: Callable[..., dict[str, bytes | Path]] = partial(fit_files.prepare_push, Path(folder))
+    if not (Path(folder) / fit_files.FACTS).is_file():
+        run = RunFolder.read(folder)
+        told = {name: value for name, value in run.recipe.items() if name in vars(args)} | told
+        prepare = partial(prepare_model, run)
+    files = prepare(*(told.get(f"hub_{name}") for name in ("model_id", "license", "intended_use")))
     if args.dry_run:
         card = files[CARD]
         assert isinstance(card, bytes)
@@ -54,7 +61,7 @@ def push_run(folder: str, argv: list[str]) -> CommitInfo | None:
         message="Push the model with its card",
         private=told.get("hub_private_repo"),
         revision=told.get("hub_revision"),
-        stale=ALLOWED,
+        stale=(*ALLOWED, fit_files.FACTS, *fit_files.FIGURES),
     )
 
 
@@ -74,8 +81,10 @@ def push_data(argv: list[str]) -> CommitInfo:
 def main(argv: list[str]) -> None:
     try:
         if not argv:
-            raise ValueError("Give the folder of a finished run, such as runs/quickstart, or --dataset NAME.")
-        commit = push_data(argv) if argv[0].startswith("--") else push_run(argv[0], argv[1:])
+            raise ValueError(
+                "Give the folder of a finished run or fit, such as runs/quickstart, or --dataset NAME."
+            )
+        commit = push_data(argv) if argv[0].startswith("--") else push_model(argv[0], argv[1:])
     except (OSError, ValueError) as error:
         sys.exit(f"error: {error}")
     if commit is not None:

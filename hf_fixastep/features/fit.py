@@ -21,6 +21,7 @@ from transformers.utils import logging as transformers_logging
 from hf_fixastep.data.features import Features
 from hf_fixastep.data.files import Source
 from hf_fixastep.data.registry import is_medical
+from hf_fixastep.disk import digest
 from hf_fixastep.evaluation.calibration import fit_temperature
 from hf_fixastep.evaluation.intervals import split_intervals
 from hf_fixastep.evaluation.metrics import evaluate_classifier
@@ -33,6 +34,7 @@ from hf_fixastep.features.tuning import LENGTHS, TUNING, Tuning, answers, tune
 from hf_fixastep.features.verdict import choose, percent, verdict
 from hf_fixastep.hub.loading import find_folder, load_network
 from hf_fixastep.models.head import put_head
+from hf_fixastep.runs.folder import CARD, WEIGHTS
 from hf_fixastep.runs.report import versions
 from hf_fixastep.step.forwards import classification_head
 
@@ -189,7 +191,9 @@ class Fit:
             probe = candidates[0].on(slice(len(tuned.labels)))
             facts["candidates"][TUNED] = fit_files.facts_of(tuned, probe)
         fit_files.save_network(model, self.backbone.processor, bool(self.embedded.parts), staged)
-        fit_files.write_card(facts, self.out, staged)
+        facts["weights"] = digest(staged / WEIGHTS)
+        card = fit_files.fit_card(fit_files.run_folder(facts, staged), facts, str(self.out))
+        (staged / CARD).write_text(card, encoding="utf-8")
         (staged / fit_files.FACTS).write_text(json.dumps(facts, indent=1))
         fit_files.publish(staged, self.out)
         self._tell(facts)

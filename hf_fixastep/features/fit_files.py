@@ -21,6 +21,7 @@ from hf_fixastep.evaluation.calibration import probabilities
 from hf_fixastep.features.candidates import PROBE, Candidate
 from hf_fixastep.features.verdict import against, percent
 from hf_fixastep.hub.cards import FIX_A_STEP, describe_results, describe_use, header, table, usage
+from hf_fixastep.hub.push import check_push, model_files
 from hf_fixastep.hub.texts import escape, plain, shared, template_path
 from hf_fixastep.methods import CITATIONS
 from hf_fixastep.plots import RESOLUTION, plot_confusion, plot_differences
@@ -143,32 +144,59 @@ def facts_of(each: Candidate, probe: Candidate) -> dict[str, Any]:
     return facts
 
 
-def write_card(facts: dict[str, Any], out: Path, folder: Path) -> None:
-    """The README.md of the model that is staged in `folder` and will be in `out`."""
-    chosen, tested = facts["chosen"], facts["test"].get(facts["chosen"], {})
-    method = facts["candidates"][chosen]["settings"].get("loss", PROBE)
-    run = RunFolder(folder, {"loss": method, "dataset": facts["dataset"], **tested}, {})
-    figures = [f"![{text}]({file})" for file, text in FIGURES.items() if (folder / file).is_file()]
+def run_folder(facts: dict[str, Any], folder: Path) -> RunFolder:
+    """The folder of a fit as that of a run."""
+    settings = facts["candidates"][facts["chosen"]]["settings"]
+    known = {"loss": settings.get("loss", PROBE), "dataset": facts["dataset"], "weights": facts["weights"]}
+    return RunFolder(folder, {**known, **facts["test"].get(facts["chosen"], {})}, {})
+
+
+def fit_card(
+    run: RunFolder,
+    facts: dict[str, Any],
+    place: str,
+    license: str | None = None,
+    intended_use: str | None = None,
+) -> str:
+    """The README.md of a fit.
+
+    Args:
+        place: the folder or the name on the Hub where the model will be.
+    """
+    tested, title = facts["chosen"] in facts["test"], Path(place).resolve().name
+    figures = [f"![{text}]({file})" for file, text in FIGURES.items() if (run.folder / file).is_file()]
     images, hashes = facts["dataset"]["images"], facts["dataset"]["hashes"]
     rows = [[escape(name), f"{number:,}", hashes[name]] for name, number in images.items()]
     card = ModelCard.from_template(
-        header(run, plain(out.resolve().name), None),
+        header(run, plain(title), license),
         template_path=str(template_path("fit_card.md")),
-        title=escape(out.resolve().name),
+        title=escape(title),
         summary=summary(facts, run.class_names),
         verdict=facts["verdict"],
-        usage=usage(run, str(out)),
+        usage=usage(run, place),
         data="\n\n".join(
             [f"Name: {escape(facts['dataset']['name'])}.", table(["split", "images", "hash"], rows)]
         ),
         candidates=describe_candidates(facts),
         figures="\n\n".join(figures),
         results=describe_results(run) if tested else "There were no test images.",
-        intended_use=describe_use(run, None),
+        intended_use=describe_use(run, intended_use),
         limits=limits(facts),
-        citations="\n\n".join(filter(None, [FIX_A_STEP, CITATIONS.get(method)])),
+        citations="\n\n".join(filter(None, [FIX_A_STEP, CITATIONS.get(run.metrics["loss"])])),
     )
-    (folder / CARD).write_text(f"{card}\n", encoding="utf-8")
+    return f"{card}\n"
+
+
+def prepare_push(
+    folder: Path, repo_id: str | None, license: str | None, intended_use: str | None
+) -> dict[str, bytes | Path]:
+    """The files of a push, without the names of images and groups."""
+    facts = json.loads((folder / FACTS).read_text())
+    run = run_folder(facts, folder)
+    repo_id = check_push(run, repo_id, license, intended_use)
+    del facts["about"]
+    card = fit_card(run, facts, repo_id, license, intended_use)
+    return model_files(run, {CARD: card, FACTS: json.dumps(shared(facts), indent=1)}, FIGURES)
 
 
 def summary(facts: dict[str, Any], names: Sequence[str]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import tempfile
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,17 +29,21 @@ TOKEN = re.compile(rb"hf_[A-Za-z0-9]{20,}")
 PNG = b"\x89PNG\r\n\x1a\n"
 
 
-def model_files(run: RunFolder, card: str) -> dict[str, bytes | Path]:
-    """What a push of this run consists of, by name on the Hub; each file is checked for what it should be."""
-    files: dict[str, bytes | Path] = {CARD: card.encode()}
-    files[METRICS] = json.dumps(shared(run.metrics), indent=2).encode()
-    files[RECIPE] = yaml.safe_dump(shared(run.recipe)).encode()
+def run_files(run: RunFolder, card: str) -> dict[str, bytes | Path]:
+    """What a push of this run consists of, by name on the Hub."""
+    files = {METRICS: json.dumps(shared(run.metrics), indent=2), RECIPE: yaml.safe_dump(shared(run.recipe))}
+    log = run.log or run.folder / LOG
+    if log.is_file() and (text := log.read_bytes()).startswith(b"step"):
+        files[LOG] = text.decode()
+    return model_files(run, {CARD: card, **files}, FIGURES)
+
+
+def model_files(run: RunFolder, texts: Mapping[str, str], figures: Iterable[str]) -> dict[str, bytes | Path]:
+    """A model with these texts and with figures of its folder; each file is checked for what it should be."""
+    files: dict[str, bytes | Path] = {name: text.encode() for name, text in texts.items()}
     for name in CONFIGS:
         files[name] = json.dumps(shared_config(run.folder / name), indent=2).encode()
-    log = run.log or run.folder / LOG
-    if log.is_file() and log.read_bytes().startswith(b"step"):
-        files[LOG] = log.read_bytes()
-    for name in FIGURES:
+    for name in figures:
         if (run.folder / name).is_file() and (picture := (run.folder / name).read_bytes()).startswith(PNG):
             files[name] = picture
     files[WEIGHTS] = check_weights(run)
@@ -78,20 +83,25 @@ def check_weights(run: RunFolder) -> Path:
         raise ValueError(f"{path} holds what looks like an access token; save the model again without it.")
     if run.metrics.get("weights") != digest(path):
         raise ValueError(
-            f"{path} is not the model that {METRICS} tells about; train it again, so that the card says what "
-            "is true."
+            f"{path} is not the model that the numbers in its folder are about; train it again, so that the "
+            "card says what is true."
         )
     return path
+
+
+def check_push(run: RunFolder, repo_id: str | None, license: str | None, intended_use: str | None) -> str:
+    """The name of the repository, if everything that a card cannot know was given."""
+    check_license(license)
+    check_intended_use(run.medical, intended_use)
+    return check_repo_id(repo_id)
 
 
 def prepare_model(
     run: RunFolder, repo_id: str | None, license: str | None, intended_use: str | None
 ) -> dict[str, bytes | Path]:
-    """The files of a push, once everything that a card cannot know was given."""
-    check_repo_id(repo_id)
-    check_license(license)
-    check_intended_use(run.medical, intended_use)
-    return model_files(run, model_card(run, repo_id, license, intended_use))
+    """The files of a push of a run."""
+    repo_id = check_push(run, repo_id, license, intended_use)
+    return run_files(run, model_card(run, repo_id, license, intended_use))
 
 
 def push_dataset(

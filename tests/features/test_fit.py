@@ -16,6 +16,7 @@ import pandas as pd
 import PIL.Image
 import pytest
 import torch
+from huggingface_hub import ModelCard
 from scipy.special import softmax
 from transformers import pipeline
 
@@ -24,7 +25,7 @@ from hf_fixastep.data import load_dataset
 from hf_fixastep.data.features import Features
 from hf_fixastep.features import candidates as trainings
 from hf_fixastep.features import fit as module
-from hf_fixastep.features import tuning
+from hf_fixastep.features import fit_files, tuning
 from hf_fixastep.features.candidates import (
     HEADS,
     LABELED_ONLY,
@@ -264,6 +265,26 @@ def test_separable_classes_give_a_model_that_a_pipeline_reads(run, easy, tmp_pat
     for colour in COLOURS:
         path = easy["labeled"].parent / f"validation/{colour}/0.png"
         assert classify(str(path))[0]["label"] == colour
+
+
+def test_a_push_of_a_fit_leaves_images_groups_and_paths_at_home(run, easy, tmp_path, capsys) -> None:
+    facts = run(easy, group=r"(p\d)_")
+    assert facts["about"]["groups"] is not None
+    out, given = tmp_path / "out", ("org/name", "mit", "Telling colours apart.")
+    files = fit_files.prepare_push(out, *given)
+    assert files.keys() == FILES - {"held_out.csv"}
+    assert json.loads(files["fit.json"]) == {
+        name: value for name, value in facts.items() if name != "about"
+    } | {"model": Path(facts["model"]).name}
+    texts = b"".join(content for content in files.values() if isinstance(content, bytes))
+    assert str(tmp_path.parent).encode() not in texts
+    card = ModelCard(files["README.md"].decode())
+    assert (card.data.license, "Meant for: Telling colours apart." in card.text) == ("mit", True)
+    cli.main(["push", str(out), "--hub_model_id", "org/name", "--hub_license", "mit", "--dry_run", "true"])
+    assert f"Files: {', '.join(sorted(files))}" in capsys.readouterr().out
+    (out / "model.safetensors").write_bytes((out / "model.safetensors").read_bytes()[:-1] + b"\1")
+    with pytest.raises(ValueError, match="is not the model that the numbers in its folder are about"):
+        fit_files.prepare_push(out, *given)
 
 
 def test_what_is_saved_is_never_worse_than_the_probe_on_held_out_images(run, hard) -> None:

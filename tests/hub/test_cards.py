@@ -19,7 +19,7 @@ from hf_fixastep.disk import digest
 from hf_fixastep.evaluation.intervals import split_intervals
 from hf_fixastep.hub.cards import FIX_A_STEP, model_card
 from hf_fixastep.hub.checks import check_repo_id
-from hf_fixastep.hub.push import ALLOWED, model_files, prepare_model
+from hf_fixastep.hub.push import ALLOWED, prepare_model, run_files
 from hf_fixastep.hub.texts import escape, plain, shared
 from hf_fixastep.methods import CITATIONS, METHODS
 from hf_fixastep.runs.folder import FIGURES, RunFolder
@@ -330,7 +330,7 @@ def test_nothing_breaks_out_of_the_card(run, text):
     assert structure(body(card)) == structure(body(ordinary))
     assert {c for c in card if not c.isprintable()} == {"\n"}
     card.encode("utf-8")
-    assert yaml.safe_load(model_files(run, card)["recipe.yaml"]) is not None
+    assert yaml.safe_load(run_files(run, card)["recipe.yaml"]) is not None
 
 
 @pytest.mark.parametrize("name", ["a`b", "it's", "```", 'quote " and \\ back', "new\nline", "<b>", "---"])
@@ -398,18 +398,18 @@ def test_only_what_is_listed_is_pushed(run):
         (run.folder / name).write_bytes(PNG)
     (run.folder / "checkpoint-4").mkdir()
     (run.folder / "checkpoint-4" / "optimizer.pt").write_bytes(b"x")
-    assert set(model_files(run, "card")) == set(ALLOWED)
+    assert set(run_files(run, "card")) == set(ALLOWED)
 
 
 def test_a_file_is_not_pushed_for_its_name_alone(run):
     (run.folder / "gate.png").write_bytes(b"\x80\x04 a pickle")
     (run.folder / "log.csv").write_bytes(b"\x80\x04 a pickle")
-    assert set(ALLOWED) - set(model_files(run, "card")) == {"gate.png", "log.csv"}
+    assert set(ALLOWED) - set(run_files(run, "card")) == {"gate.png", "log.csv"}
 
 
 def test_class_names_are_no_paths(run):
     write_config(run.folder, ["/m/01g317", "~", "../up"], _name_or_path="/home/me/model")
-    pushed = json.loads(model_files(run, "card")["config.json"])
+    pushed = json.loads(run_files(run, "card")["config.json"])
     assert list(pushed["id2label"].values()) == ["/m/01g317", "~", "../up"]
     assert pushed["_name_or_path"] == "model"
 
@@ -430,27 +430,27 @@ PLANTS = {
 def test_a_token_is_never_pushed(run, place):
     PLANTS[place](run)
     with pytest.raises(ValueError, match="looks like an access token") as refused:
-        model_files(run, "card")
+        run_files(run, "card")
     assert TOKEN not in str(refused.value)
 
 
 def test_weights_that_are_a_pickle_are_refused(run):
     torch.save({"weight": torch.zeros(2)}, run.folder / "model.safetensors")
     with pytest.raises(ValueError, match="is no safetensors file"):
-        model_files(run, "card")
+        run_files(run, "card")
 
 
 def test_a_card_belongs_to_one_model(run):
     save_file({"weight": torch.ones(2)}, run.folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ValueError, match=r"is not the model that metrics\.json tells about"):
-        model_files(run, "card")
+    with pytest.raises(ValueError, match="is not the model that the numbers in its folder are about"):
+        run_files(run, "card")
 
 
 @pytest.mark.parametrize("key", ["auto_map", "custom_pipelines"])
 def test_a_model_that_wants_code_from_the_hub_is_refused(run, key):
     write_config(run.folder, ["cat"], **{key: {"AutoModel": "modeling.Model"}})
     with pytest.raises(ValueError, match="asks to run code from the Hub"):
-        model_files(run, "card")
+        run_files(run, "card")
 
 
 def test_a_push_asks_for_what_a_card_cannot_know(run):
