@@ -14,9 +14,10 @@ from rich.table import Table
 from transformers.utils import logging
 
 from hf_fixastep.data.files import SUFFIXES, UnreadableImage
+from hf_fixastep.data.trees import Tree
 from hf_fixastep.echo import prediction as echo
 from hf_fixastep.echo.clips import PARTS, VOLUMES
-from hf_fixastep.echo.files import ECHO_VIEWS, Tree
+from hf_fixastep.echo.files import ECHO_VIEWS
 from hf_fixastep.evaluation.classifier import Classifier
 from hf_fixastep.evaluation.prediction import Predictions, find_images, predict, write
 from hf_fixastep.hub.loading import find_folder

@@ -180,6 +180,17 @@ def to_grey_or_rgb(image: PIL.Image.Image) -> PIL.Image.Image:
     return PIL.Image.composite(image.convert(mode), PIL.Image.new(mode, image.size), image.getchannel("A"))
 
 
+def read_grey(data: bytes) -> np.ndarray:
+    """An image file, such as PNG, as uint8 [H, W]."""
+    try:
+        with strict_decoding(), PIL.Image.open(io.BytesIO(data), formats=FORMATS) as image:
+            return np.asarray(to_grey_or_rgb(image).convert("L"))
+    except PIL.UnidentifiedImageError as error:
+        raise UnreadableImage("it is no image of a known format" if data else "it is empty") from error
+    except Exception as error:  # decoders raise nearly anything on a broken file
+        raise UnreadableImage(reason("", error)) from error
+
+
 def to_8_bits(values: np.ndarray) -> np.ndarray:
     """Scale an image of more than 8 bits, by the first of these ranges that holds all its values, to 0..255.
 

@@ -18,10 +18,21 @@ import numpy as np
 import pandas as pd
 import PIL.Image
 
+from hf_fixastep.data import trees
 from hf_fixastep.data.base import ImageSet
-from hf_fixastep.data.files import Picture, Source, UnreadableImage, encode, one_line, printable, read_column
+from hf_fixastep.data.files import (
+    Picture,
+    Source,
+    UnreadableImage,
+    encode,
+    one_line,
+    printable,
+    read_column,
+    read_grey,
+)
+from hf_fixastep.data.trees import Tree
 from hf_fixastep.echo import files, volumes
-from hf_fixastep.echo.files import ECHO_VIEWS, Tree, count_pixels, fit, is_phantom, read_grey
+from hf_fixastep.echo.files import ECHO_VIEWS, count_pixels, fit, is_phantom
 
 
 logger = logging.getLogger(__name__)
@@ -58,7 +69,7 @@ class EchoConfig(datasets.BuilderConfig):
         settings = [getattr(self, field.name) for field in fields(self) if field.name != "data_dir"]
         settings += [tree.fingerprint for tree in self.trees]
         content = hashlib.sha256(repr(settings).encode())
-        for module in (__file__, files.__file__, volumes.__file__):
+        for module in (__file__, files.__file__, trees.__file__, volumes.__file__):
             content.update(Path(module).read_bytes())
         return f"{self.name}-{content.hexdigest()[:16]}"
 

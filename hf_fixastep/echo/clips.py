@@ -17,8 +17,9 @@ from typing import Any
 import numpy as np
 import PIL.Image
 
-from hf_fixastep.data.files import SUFFIXES, UnreadableImage
-from hf_fixastep.echo.files import LIMIT, Tree, fit, import_reader, read_grey, square_pixels, stretch
+from hf_fixastep.data.files import SUFFIXES, UnreadableImage, read_grey
+from hf_fixastep.data.trees import LIMIT, Tree
+from hf_fixastep.echo.files import fit, import_reader, square_pixels, stretch
 from hf_fixastep.echo.sector import find_sector
 from hf_fixastep.echo.volumes import read_volume
 

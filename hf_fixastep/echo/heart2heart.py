@@ -18,15 +18,14 @@ import numpy as np
 from datasets.utils import tqdm
 
 from hf_fixastep.checks import check_choice
-from hf_fixastep.data.files import Source, UnreadableImage, check_unique, printable
+from hf_fixastep.data.files import Source, UnreadableImage, check_unique, printable, read_grey
+from hf_fixastep.data.trees import Tree
 from hf_fixastep.echo.base import EchoBuilder, EchoConfig, Frame, read_columns
 from hf_fixastep.echo.files import (
     ECHO_VIEWS,
-    Tree,
     count_pixels,
     fit,
     quantile_table,
-    read_grey,
     square_pixels,
     stretch,
 )

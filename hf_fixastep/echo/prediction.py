@@ -27,8 +27,8 @@ from tqdm import tqdm
 from transformers.utils import logging
 
 from hf_fixastep.data.files import UnreadableImage, printable
+from hf_fixastep.data.trees import Tree
 from hf_fixastep.echo.clips import PARTS, prepare_frames, read_clip
-from hf_fixastep.echo.files import Tree
 from hf_fixastep.evaluation.calibration import Calibration, probabilities
 from hf_fixastep.evaluation.classifier import Classifier
 from hf_fixastep.runs.arguments import parse

@@ -20,7 +20,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from hf_fixastep.data.files import UnreadableImage
-from hf_fixastep.echo.files import LIMIT, Tree, import_reader
+from hf_fixastep.data.trees import LIMIT, Tree
+from hf_fixastep.echo.files import import_reader
 
 
 META_TYPES = {"MET_UCHAR": "u1", "MET_USHORT": "u2", "MET_UINT": "u4", "MET_FLOAT": "f4"}

@@ -23,8 +23,8 @@ from pydicom.pixels import get_decoder
 from scipy import ndimage
 
 from hf_fixastep.data.files import UnreadableImage
+from hf_fixastep.data.trees import Tree
 from hf_fixastep.echo.clips import Clip, pixel_spacing, prepare_frames, read_clip, read_dicom
-from hf_fixastep.echo.files import Tree
 from hf_fixastep.echo.sector import find_sector
 from tests.echo.echo_sets import put, put_meta
 

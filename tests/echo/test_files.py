@@ -18,8 +18,9 @@ import PIL.Image
 import pytest
 import SimpleITK
 
-from hf_fixastep.data.files import UnreadableImage
-from hf_fixastep.echo.files import Tree, count_pixels, fit, quantile_table, read_grey, square_pixels, stretch
+from hf_fixastep.data.files import UnreadableImage, read_grey
+from hf_fixastep.data.trees import Tree
+from hf_fixastep.echo.files import count_pixels, fit, quantile_table, square_pixels, stretch
 from hf_fixastep.echo.volumes import Volume, read_volume
 from tests.echo.echo_sets import heart, nifti, pack, picture, png, put, put_meta
 
