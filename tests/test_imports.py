@@ -288,6 +288,8 @@ NOT_FOR_TRAINING = [
     "hf_fixastep.data.cifar_files",
     "hf_fixastep.data.digits",
     "hf_fixastep.data.doctor",
+    "hf_fixastep.data.fetal_files",
+    "hf_fixastep.data.fetal_planes",
     "hf_fixastep.data.folders",
     "hf_fixastep.hub.callback",
     "hf_fixastep.hub.cards",

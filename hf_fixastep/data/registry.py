@@ -46,6 +46,7 @@ DATASETS = Registry(
         "cifar100_fifty_class": "data.cifar:Cifar100FiftyClass",
         "cifar10_six_animal": "data.cifar:Cifar10SixAnimal",
         "digits_open_set": "data.digits:DigitsOpenSet",
+        "fetal_planes": "data.fetal_planes:FetalPlanes",
         "folders": "data.folders:Folders",
         "tmed2": "echo.heart2heart:Tmed2",
         "unity": "echo.heart2heart:Unity",
@@ -89,7 +90,7 @@ def load_dataset(
     """A `DatasetDict` with the splits labeled, unlabeled (without labels), validation and test.
 
     Sets that are only for testing, unity and camus, have the split test alone. Sets with the setting
-    `foreign` can add two more without labels: test images of foreign classes.
+    `foreign` can add one or two more without labels: test images of foreign classes.
 
     Args:
         name: one of `list_datasets()`.
@@ -131,6 +132,8 @@ def export_dataset(
     builder_class = check_shareable(name, license)
     if settings.pop("foreign", False):
         raise ValueError("foreign=True adds images for an evaluation, which are not exported: leave it out.")
+    if "foreign" in _own_settings(builder_class):
+        settings["foreign"] = False  # not the default of every set
     builder = _builder(name, config, data_dir, cache_dir, settings)
     out, config = Path(out_dir), builder.config.name
     if (out / config).exists():
@@ -144,8 +147,8 @@ def export_dataset(
         data = {split: _pixels_alone(part) for split, part in data.items()}
     own = {setting: getattr(builder.config, setting) for setting in _own_settings(builder_class)}
     own.pop("foreign", None)
-    # No paths of here.
-    own = {setting: value for setting, value in own.items() if isinstance(value, (int, float))}
+    if license is not None:  # no paths of here
+        own = {setting: value for setting, value in own.items() if isinstance(value, (int, float))}
     rows[config] = own | {split: len(part) for split, part in data.items()}
     out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out, prefix=".partial-") as partial:
@@ -195,6 +198,8 @@ def dataset_card(builder: ImageSet, rows: dict[str, dict[str, Any]], terms: str 
         ],
         "hf_fixastep": {"dataset": name, "configs": rows},
     }
+    if builder.medical:
+        header["tags"] = ["medical"]
     card = huggingface_hub.DatasetCard.from_template(
         huggingface_hub.DatasetCardData(**header),
         template_path=str(template_path("dataset_card.md")),

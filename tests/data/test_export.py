@@ -11,13 +11,14 @@ from datasets.data_files import EmptyDatasetError
 from hf_fixastep.data import cifar_files, export_dataset, list_datasets, load_dataset
 from hf_fixastep.data.cifar import Cifar10SixAnimal, Cifar100FiftyClass
 from hf_fixastep.data.digits import DigitsOpenSet
+from hf_fixastep.data.fetal_planes import FetalPlanes
 from hf_fixastep.data.registry import DATASETS, dataset_card
 
 
 SPLITS = ["labeled", "unlabeled", "validation", "test"]
 CONFIGS = ["zeta0", "zeta25", "zeta50", "zeta75", "zeta100"]
 CARDS = Path(__file__).parents[2] / "hub_cards"
-SHAREABLE = ["cifar100_fifty_class", "cifar10_six_animal", "digits_open_set"]
+SHAREABLE = ["cifar100_fifty_class", "cifar10_six_animal", "digits_open_set", "fetal_planes"]
 
 
 @pytest.fixture(scope="module")
@@ -210,7 +211,8 @@ class TestCards:
     @pytest.mark.parametrize("name", SHAREABLE)
     def test_headers_are_valid(self, name):
         card = huggingface_hub.DatasetCard.load(CARDS / f"{name}.md")
-        assert card.data.license == {"digits_open_set": "cc-by-4.0"}.get(name, "unknown")
+        licensed = name in ("digits_open_set", "fetal_planes")
+        assert card.data.license == ("cc-by-4.0" if licensed else "unknown")
         assert [config["config_name"] for config in card.data.configs] == [
             config.name for config in DATASETS[name].BUILDER_CONFIGS
         ]
@@ -228,6 +230,8 @@ class TestCards:
             expected = {
                 c: ", ".join(names[y] for y in ids) for c, ids in Cifar10SixAnimal.unlabeled_classes.items()
             }
+        elif name == "fetal_planes":
+            expected = {config: ", ".join(planes) for config, planes in FetalPlanes.classes.items()}
         else:
             names = cifar_files.CIFAR100.class_names
             expected = {

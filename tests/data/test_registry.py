@@ -39,8 +39,8 @@ def test_every_builder_declares_its_traits(name):
     assert "terms" in {
         trait for kind in builder.__mro__[: builder.__mro__.index(ImageSet)] for trait in vars(kind)
     }
-    assert is_medical(name) == (name in ("camus", "tmed2", "unity"))
-    assert not (builder.medical and builder.shareable)
+    assert is_medical(name) == (name in ("camus", "fetal_planes", "tmed2", "unity"))
+    assert (builder.medical and builder.shareable) == (name == "fetal_planes")  # CC BY 4.0
 
 
 def test_a_name_that_is_not_there_is_no_key():
