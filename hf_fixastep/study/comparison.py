@@ -363,7 +363,8 @@ def as_table(found: Comparison) -> pd.DataFrame:
     columns = {name: {id(each.first): each.interval for each in part} for name, part in parts.items()}
     rows = []
     for group, mean in zip(found.groups, found.means, strict=True):
-        row = {"name": name_of(group), **{name: group.settings[name] for name in (*DATA, *SWITCHES[:3])}}
+        shown = ("loss", *DATA, *SWITCHES[:3])
+        row = {"name": name_of(group), **{name: group.settings[name] for name in shown}}
         row |= {"seeds": mean.seeds, found.metric: mean.mean, "low": mean.low, "high": mean.high}
         for name, intervals in columns.items():
             if interval := intervals.get(id(group)):

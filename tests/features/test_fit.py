@@ -381,7 +381,7 @@ def test_a_fit_that_was_stopped_ends_in_the_same_bits(run, hard, out, whole, mon
     else:
         home, name, last = {
             "training": (trainings, "train", 5),
-            "writing": (module.fit_files, "write_card", 1),
+            "writing": (module.fit_files, "fit_card", 1),
         }[place]
         monkeypatch.setattr(home, name, stopped(getattr(home, name), last))
     with pytest.raises(KeyboardInterrupt):
@@ -435,7 +435,7 @@ def test_a_tuned_network_that_is_better_is_saved(run, hard, tmp_path, monkeypatc
 
 def test_without_time_left_nothing_is_tuned_and_a_restart_knows(run, easy, monkeypatch, tmp_path) -> None:
     monkeypatch.setattr(module.Clock, "left", lambda self: 0.0)
-    monkeypatch.setattr(module.fit_files, "write_card", None)
+    monkeypatch.setattr(module.fit_files, "fit_card", None)
     with pytest.raises(TypeError):
         run(easy, time="1s")
     assert run.said[-1] == "fine-tuned: no time is left for 100 steps"
