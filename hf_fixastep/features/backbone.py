@@ -65,10 +65,7 @@ class Backbone:
         """uint8 [N, C, H, W] as the processor cuts and scales images, before it normalizes them."""
         timm = getattr(self.processor, "data_config", None)
         channels = timm["input_size"][0] if timm else getattr(self.model.config, "num_channels", 3)
-        mode = "L" if channels == 1 else "RGB"
-        # Most images are in this mode already, and a copy of each would be held in its full size.
-        ready = [image.mode == mode and not image.has_transparency_data for image in images]
-        plain = [i if r else to_grey_or_rgb(i).convert(mode) for i, r in zip(images, ready, strict=True)]
+        plain = [to_grey_or_rgb(image).convert("L" if channels == 1 else "RGB") for image in images]
         if timm:  # its processor does not leave out anything, so that is undone
             mean, std = torch.tensor([timm["mean"], timm["std"]])[:, :, None, None]
             made = (self.processor(plain)["pixel_values"] * std + mean) * 255
