@@ -13,7 +13,7 @@ import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from hf_fixastep.data.files import Source, UnreadableImage, one_line, printable, reason, walk
+from hf_fixastep.data.files import Source, UnreadableImage, is_hidden, one_line, printable, reason, walk
 
 
 LIMIT = 2**29  # bytes of one file, packed or not; the largest of the known sets have a tenth of it
@@ -43,7 +43,7 @@ class Tree:
         else:
             self.root = self.root.parent
         for name, state in found:
-            if not _is_hidden(name):
+            if not is_below_hidden(name):
                 (self._archives if name.lower().endswith(".zip") else self._files).append(name)
                 version = state and (state.st_size, state.st_mtime_ns)
                 digest.update(f"{name}\0{version}\n".encode(errors="surrogateescape"))
@@ -63,7 +63,7 @@ class Tree:
                 ) from error
             for member in opened.namelist():
                 name = member.replace("\\", "/").removeprefix("./")  # as some programs write them
-                if not name.endswith("/") and not _is_hidden(name):
+                if not name.endswith("/") and not is_below_hidden(name):
                     places.setdefault(f"{archive[: -len('.zip')]}/{name}", (opened, member))
         return places
 
@@ -97,5 +97,5 @@ class Tree:
             raise UnreadableImage(reason(path, error)) from error
 
 
-def _is_hidden(name: str) -> bool:
-    return any(part.startswith(".") or part == "__MACOSX" for part in name.split("/"))
+def is_below_hidden(name: str) -> bool:
+    return any(is_hidden(part) for part in name.split("/"))
