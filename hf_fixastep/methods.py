@@ -15,7 +15,8 @@ from hf_fixastep.procedures import PROCEDURES
 ALL: dict[str, type[Method]] = {**LOSSES, **PROCEDURES}
 METHODS = {name: kind.title for name, kind in ALL.items()}  # as tables and cards call them
 CITATIONS = {name: inspect.cleandoc(kind.citation) for name, kind in ALL.items() if kind.citation}
-BASELINES = {"probe": "probe", "neighbours": "k nearest neighbours"}  # fitted to frozen features, not trained
+BASELINES = {"probe": "probe", "neighbours": "k nearest neighbours"}  # of labeled images alone
+FITTED = {**BASELINES, "shaped_probe": "shaped probe"}  # to frozen features, not trained
 RIVALS = tuple(name for name, kind in ALL.items() if kind.rival)
 
 

@@ -199,6 +199,14 @@ class Features(Dataset):
             found[start : start + AT_ONCE] = rows.version(0).numpy()
         return found
 
+    def weak_versions(self) -> NDArray:
+        """The plain images and their weak views, float32 [N, 1 + weak, D]."""
+        return Rows(self.parts, self.places).read()[:, : 1 + self.weak].float().numpy()
+
+    def spaced(self, most: int) -> Features:
+        """At most so many of the images, evenly spaced."""
+        return self.select(np.unique(np.linspace(0, len(self) - 1, min(len(self), most)).astype(int)))
+
     def select(self, rows: Sequence[int] | NDArray, labels: Tensor | None = None) -> Features:
         """Some of the images, with their labels or with the given ones."""
         at = torch.as_tensor(np.asarray(rows), dtype=torch.int64)

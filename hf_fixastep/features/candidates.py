@@ -1,4 +1,4 @@
-"""The candidates of a fit: the probe, and heads trained on cached features with and without the pile."""
+"""The candidates of a fit: probes, and heads trained on cached features with and without the pile."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ from hf_fixastep.config import FixAStepConfig
 from hf_fixastep.disk import write_atomically
 from hf_fixastep.evaluation.metrics import balanced_accuracy
 from hf_fixastep.features.fit_data import Embedded
-from hf_fixastep.features.probe import fit_probe
+from hf_fixastep.features.probe import Probe, fit_probe
+from hf_fixastep.features.shape import fit_shaped_probe
+from hf_fixastep.methods import FITTED
 from hf_fixastep.models.head import FeatureHead, FeatureHeadConfig
 from hf_fixastep.trainer import FixAStepTrainer
 
@@ -30,7 +32,7 @@ from hf_fixastep.trainer import FixAStepTrainer
 PROBE, LABELED_ONLY, TUNED, ALL = "probe", "labeled-only", "fine-tuned", "all"
 STEPS: dict[str, Any] = {
     "preset": "pretrained",
-    "head_rate_factor": 3.0,  # heads start from the probe
+    "head_rate_factor": 1.0,  # heads start from a probe
     "max_steps": 300,
     "per_device_train_batch_size": 32,
     "unlabeled_ratio": 4.0,
@@ -64,7 +66,7 @@ class Candidate:
     """A way to train, and what it answers to images that it has not seen.
 
     Args:
-        settings: as in `FixAStepConfig`; of the probe its strength.
+        settings: as in `FixAStepConfig`; of a probe its strength.
         heads: by part, the mean over seeds; "all" learned from all labels.
         logits: [seeds, M, K] of the held-out images.
         labels: [M] of the held-out images.
@@ -102,37 +104,51 @@ def measure(data: Embedded, seeds: int, state: Path, processor: Any) -> list[Can
         seeds: trainings of each head, whose mean is the candidate.
         state: folder of the heads that are trained already.
     """
-    found = [probe(data, state)]
+    plain = fitted(PROBE, data, state)
     if not data.parts:
-        return found
-    parts = {ALL: np.arange(len(data.labels)), **{part.name: part.seen for part in data.parts}}
+        return [plain]
+    shaped = fitted("shaped_probe", data, state)
+    found, parts = [plain, shaped], rows_of_parts(data)
     bar = tqdm(total=len(HEADS) * len(parts) * seeds, desc="Training heads", unit=" heads")
     with bar, little_garbage():
         for name, settings in HEADS.items():
             by_part: dict[str, list[Head]] = {part: [] for part in parts}
             for part, seen in parts.items():
                 for seed in range(seeds):
-                    start, own = found[0].heads[part], {**settings, "seed": seed}
-                    make = partial(train_head, data, seen, own, processor, start)
+                    start = plain if name == LABELED_ONLY else shaped
+                    own = {**settings, "seed": seed}
+                    make = partial(train_head, data, seen, own, processor, start.heads[part])
                     by_part[part].append(recorded(state / f"{name}-{part}-{seed}.npz", make))
                     bar.update()
             found.append(candidate(name, settings, data, by_part))
     return found
 
 
-def probe(data: Embedded, state: Path) -> Candidate:
-    def fitted(seen: NDArray) -> Head:
+def rows_of_parts(data: Embedded) -> dict[str, NDArray]:
+    """The labeled images that are seen, of all of them and of each part."""
+    return {ALL: np.arange(len(data.labels)), **{part.name: part.seen for part in data.parts}}
+
+
+def fitted(loss: str, data: Embedded, state: Path) -> Candidate:
+    """The probe or the shaped probe, by the name that it has as a loss."""
+
+    def make(seen: NDArray) -> Head:
+        given = data.labels[seen], len(data.class_names)
         groups = None if data.groups is None else data.groups[seen]
-        made = fit_probe(data.plain[seen], data.labels[seen], len(data.class_names), groups=groups)
+        made: Probe
+        if loss == PROBE:
+            made = fit_probe(data.plain[seen], *given, groups=groups)
+        else:
+            versions = data.labeled.select(seen).weak_versions()
+            made = fit_shaped_probe(versions, *given, data.shape, groups=groups)
         return {"weight": made.weight, "bias": made.bias, "strength": np.array(made.strength)}
 
-    parts = {ALL: np.arange(len(data.labels)), **{part.name: part.seen for part in data.parts}}
     by_part = {
-        part: [recorded(state / f"{PROBE}-{part}.npz", lambda: fitted(seen))]  # noqa: B023
-        for part, seen in parts.items()
+        part: [recorded(state / f"{loss}-{part}.npz", partial(make, seen))]
+        for part, seen in rows_of_parts(data).items()
     }
     strength = float(by_part[ALL][0]["strength"])
-    return candidate(PROBE, {"strength": strength}, data, by_part)
+    return candidate(FITTED[loss], {"loss": loss, "strength": strength}, data, by_part)
 
 
 def candidate(
@@ -173,7 +189,7 @@ def train_head(data: Embedded, seen: NDArray, settings: dict[str, Any], processo
     """A linear head on standardised features.
 
     Args:
-        start: the probe of the same images.
+        start: a probe of the same images.
     """
     shape: dict[str, Any] = {"size": data.plain.shape[1], "num_labels": len(data.class_names)}
     head = FeatureHead(FeatureHeadConfig(**shape))

@@ -22,6 +22,7 @@ from hf_fixastep.data.registry import load_dataset
 from hf_fixastep.features.backbone import Backbone
 from hf_fixastep.features.embed import embed
 from hf_fixastep.features.probe import check, split, standardisation
+from hf_fixastep.features.shape import IMAGES, Shape, fit_shape
 
 
 SPLITS = ("labeled", "unlabeled", "validation", "test")
@@ -164,12 +165,16 @@ class Embedded:
     @cached_property
     def around(self) -> NDArray:
         """Features of labeled and unlabeled images, for mean and deviation."""
-        rows = np.unique(np.linspace(0, len(self.pile) - 1, min(len(self.pile), SCALED_BY)).astype(int))
-        return np.concatenate([self.plain, self.pile.select(rows).plain()])
+        return np.concatenate([self.plain, self.pile.spaced(SCALED_BY).plain()])
 
     @cached_property
     def scale(self) -> tuple[NDArray, NDArray]:
         return standardisation(self.around)
+
+    @cached_property
+    def shape(self) -> Shape:
+        """What the pile says about the features."""
+        return fit_shape(self.pile.spaced(IMAGES).plain())
 
     @cached_property
     def spread(self) -> float:

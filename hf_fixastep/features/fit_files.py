@@ -147,7 +147,7 @@ def facts_of(each: Candidate, probe: Candidate) -> dict[str, Any]:
 def run_folder(facts: dict[str, Any], folder: Path) -> RunFolder:
     """The folder of a fit as that of a run."""
     settings = facts["candidates"][facts["chosen"]]["settings"]
-    known = {"loss": settings.get("loss", PROBE), "dataset": facts["dataset"], "weights": facts["weights"]}
+    known = {"loss": settings["loss"], "dataset": facts["dataset"], "weights": facts["weights"]}
     return RunFolder(folder, {**known, **facts["test"].get(facts["chosen"], {})}, {})
 
 

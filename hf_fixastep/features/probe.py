@@ -132,22 +132,32 @@ def fit_probe(
     """
     rows, labels = check(features, labels, num_classes)
     strengths = sorted(check_strengths(strengths))
-    mean, scale = standardisation(rows)
-    rows = (rows - mean) / scale
-    basis = None
-    if len(rows) < rows.shape[1]:
-        left, lengths, basis = np.linalg.svd(rows, full_matrices=False)
-        rows = left * lengths
     strength, temperature, held_out = DEFAULT_STRENGTH, 1.0, None
     if parts := split(labels, groups, folds, seed):
-        strength, held_out = choose_strength(rows, labels, num_classes, parts, strengths)
+        inside, *_ = in_span(rows)
+        strength, held_out = choose_strength(inside, labels, num_classes, parts, strengths)
         temperature = float(np.clip(fit_temperature(held_out, labels), *TEMPERATURES))
         held_out /= temperature
-    weight, bias = coefficients(regression(strength).fit(rows, labels))
-    if basis is not None:
-        weight = weight @ basis
-    weight = weight / scale / temperature
-    return Probe(weight, bias / temperature - weight @ mean, strength, temperature, held_out)
+    weight, bias = solve(rows, labels, strength)
+    return Probe(weight / temperature, bias / temperature, strength, temperature, held_out)
+
+
+def in_span(rows: NDArray) -> tuple[NDArray, NDArray | None, NDArray, NDArray]:
+    """Rows standardised and rotated into their span, the basis of that, mean and scale."""
+    mean, scale = standardisation(rows)
+    rows = (rows - mean) / scale
+    if len(rows) >= rows.shape[1]:
+        return rows, None, mean, scale
+    left, lengths, basis = np.linalg.svd(rows, full_matrices=False)
+    return left * lengths, basis, mean, scale
+
+
+def solve(rows: NDArray, labels: NDArray, strength: float) -> tuple[NDArray, NDArray]:
+    """Weight [K, D] and bias [K] of logistic regression, for features as they are given."""
+    inside, basis, mean, scale = in_span(rows)
+    weight, bias = coefficients(regression(strength).fit(inside, labels))
+    weight = (weight if basis is None else weight @ basis) / scale
+    return weight, bias - weight @ mean
 
 
 def choose_strength(

@@ -20,7 +20,7 @@ from transformers import TrainerCallback
 from hf_fixastep.data.images import IN_MEMORY_BYTES, Images
 from hf_fixastep.disk import write_atomically
 from hf_fixastep.features.backbone import Backbone
-from hf_fixastep.features.candidates import ALL, HEADS, PROBE, TUNED, Candidate, Head, train
+from hf_fixastep.features.candidates import ALL, HEADS, TUNED, Candidate, Head, train
 from hf_fixastep.features.fit_data import Embedded, FitData, Part
 from hf_fixastep.features.part import picture
 from hf_fixastep.models.head import put_head
@@ -48,7 +48,7 @@ def tune(
         candidates: all, of which the best trained one says loss and gate.
         left: seconds that there are.
     """
-    trained = max((each for each in candidates if each.name != PROBE), key=lambda each: each.score)
+    trained = max((each for each in candidates if each.name in HEADS), key=lambda each: each.score)
     settings = {**HEADS[trained.name], **TUNING}
     part, room = embedded.parts[0], Tuning(data, embedded, backbone, state)
     trainings = 1 if part.name == ALL else 2

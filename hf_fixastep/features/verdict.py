@@ -12,7 +12,7 @@ from hf_fixastep.study.statistics import TAIL, Interval, count, difference
 
 
 METRIC = "test_balanced_accuracy"  # as `difference` calls it; of images that were held out
-CHOICES = len(HEADS) + 1  # heads and a fine-tuned network, of which the best may replace the probe
+CHOICES = len(HEADS) + 2  # heads, the shaped probe and a fine-tuned network: the best may replace the probe
 NOTHING = (
     "Nothing can be compared, as fewer than two classes have two labeled images and there are no validation "
     "images; the saved model is the probe with its default strength."

@@ -11,7 +11,7 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from hf_fixastep.data.registry import DATASETS
 from hf_fixastep.evaluation.intervals import recalls_of, wilson
 from hf_fixastep.hub.texts import escape, plain, shared, template_path
-from hf_fixastep.methods import BASELINES, CITATIONS, METHODS
+from hf_fixastep.methods import CITATIONS, FITTED, METHODS
 from hf_fixastep.models import WideResNetConfig
 from hf_fixastep.runs.folder import FIGURES, RunFolder
 
@@ -115,8 +115,9 @@ def summary(run: RunFolder) -> str:
 
 def method(metrics: Mapping[str, Any]) -> str:
     name = metrics.get("procedure") or metrics["loss"]
-    if name in BASELINES:
-        return "logistic regression on the features of the frozen network (the probe)"
+    if name in FITTED:
+        how = ", scaled by what the unlabeled images say of them" if name == "shaped_probe" else ""
+        return f"logistic regression on the features of the frozen network{how} (the {FITTED[name]})"
     base = METHODS.get(name) or escape(name)
     gate, mixing = metrics["gate"] != "off", metrics["mix_labeled"]
     if metrics["loss"] == "supervised" or not (gate or mixing):
@@ -161,7 +162,7 @@ def describe_data(run: RunFolder) -> str:
 def describe_training(run: RunFolder) -> str:
     metrics = run.metrics
     lines = [f"Loss: {method(metrics)}, {metrics['steps']:,} steps."]
-    if metrics["loss"] in BASELINES:
+    if metrics["loss"] in FITTED:
         lines = ["Only the head is new, and it was fitted, not trained."]
     if metrics.get("best_step"):
         lines[0] += f" The weights are those of step {metrics['best_step']:,}, the best on validation images."

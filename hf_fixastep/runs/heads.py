@@ -23,18 +23,19 @@ from hf_fixastep.evaluation.metrics import accuracy, balanced_accuracy
 from hf_fixastep.features.backbone import Backbone
 from hf_fixastep.features.embed import embed
 from hf_fixastep.features.probe import Probe, fit_neighbours, fit_probe, standardisation
+from hf_fixastep.features.shape import IMAGES, Shape, fit_shape, fit_shaped_probe
 from hf_fixastep.losses.supervised import Supervised
-from hf_fixastep.methods import BASELINES
+from hf_fixastep.methods import BASELINES, FITTED
 from hf_fixastep.models.head import FeatureHead, FeatureHeadConfig
 from hf_fixastep.runs.arguments import DataArguments, ModelArguments
 from hf_fixastep.trainer import FixAStepTrainer
 
 
-PROBE, NEIGHBOURS = BASELINES  # as `loss`: no training, but what others are compared with
+PROBE, NEIGHBOURS, _ = FITTED  # as `loss`: no training
 
 
 class HeadTrainer(FixAStepTrainer):
-    """Trains a head on cached features, from the probe on; it saves the whole network with that head.
+    """Trains a head on cached features; it saves the whole network with that head.
 
     Args:
         features: of the splits labeled, unlabeled and validation.
@@ -46,7 +47,7 @@ class HeadTrainer(FixAStepTrainer):
         self.backbone = backbone
         head = new_head(features, with_pile=args.loss not in ("supervised", *BASELINES))
         head.config.name_or_path = backbone.model.config.name_or_path
-        if args.loss in BASELINES:  # no training, but all that comes after one
+        if args.loss in FITTED:  # no training, but all that comes after one
             kwargs["loss"] = Supervised()
         super().__init__(
             head,
@@ -58,7 +59,7 @@ class HeadTrainer(FixAStepTrainer):
             **kwargs,
         )
         self.answer: Callable[[NDArray], NDArray] | None = None  # where the head does not answer
-        if args.loss in BASELINES:
+        if args.loss in FITTED:
             self.card.loss = args.loss
 
     @property
@@ -81,13 +82,14 @@ class HeadTrainer(FixAStepTrainer):
 
 
 def new_head(features: Mapping[str, Features], with_pile: bool) -> FeatureHead:
-    """A head that answers as the probe does.
+    """A head that answers as the probe does, or as the shaped probe if it may look at the pile.
 
-    It standardises by the labeled images, and by the pile too unless that must not be looked at.
+    It standardises by the images that it may look at.
     """
-    probe, seen = probe_of(features["labeled"]), [features["labeled"]]
+    seen = [features["labeled"]]
     if with_pile and "unlabeled" in features:
         seen.append(features["unlabeled"])
+    probe = probe_of(*seen)
     classes, size = probe.weight.shape
     head = FeatureHead(FeatureHeadConfig(size=size, num_labels=classes))  # type: ignore[call-arg]
     head.standardise(*spread_of(seen))
@@ -96,8 +98,9 @@ def new_head(features: Mapping[str, Features], with_pile: bool) -> FeatureHead:
 
 
 # The last ones made: runs of a sweep in one process share them.
-PROBES: dict[str, Probe] = {}  # by the fingerprint of the labeled images
-SPREADS: dict[tuple[str, ...], tuple[NDArray, NDArray]] = {}  # by the fingerprints of all images
+PROBES: dict[tuple[str, ...], Probe] = {}  # by the fingerprints of their images
+SHAPES: dict[str, Shape] = {}
+SPREADS: dict[tuple[str, ...], tuple[NDArray, NDArray]] = {}
 LAST: dict[str, tuple[Backbone, dict[str, Features], str]] = {}
 
 
@@ -135,14 +138,26 @@ def embed_splits(
     return found
 
 
-def probe_of(labeled: Features) -> Probe:
-    """Of the labeled images alone, for nobody needs a pile to fit it."""
-    if labeled.fingerprint not in PROBES:
+def probe_of(labeled: Features, pile: Features | None = None) -> Probe:
+    """The probe, which is of the labeled images alone; with a pile the shaped probe."""
+    key = (labeled.fingerprint, pile.fingerprint if pile else "")
+    if key not in PROBES:
         labels = np.asarray(labeled.labels)
         classes = len(labeled.class_names or ()) or int(labels.max()) + 1
-        PROBES.clear()
-        PROBES[labeled.fingerprint] = fit_probe(labeled.plain(), labels, classes)
-    return PROBES[labeled.fingerprint]
+        if len(PROBES) > 1:  # the probe and the shaped probe of the same labels
+            PROBES.clear()
+        if pile is None:
+            PROBES[key] = fit_probe(labeled.plain(), labels, classes)
+        else:
+            PROBES[key] = fit_shaped_probe(labeled.weak_versions(), labels, classes, shape_of(pile))
+    return PROBES[key]
+
+
+def shape_of(pile: Features) -> Shape:
+    if pile.fingerprint not in SHAPES:
+        SHAPES.clear()
+        SHAPES[pile.fingerprint] = fit_shape(pile.spaced(IMAGES).plain())
+    return SHAPES[pile.fingerprint]
 
 
 def spread_of(sets: list[Features]) -> tuple[NDArray, NDArray]:
@@ -158,8 +173,8 @@ def spread_of(sets: list[Features]) -> tuple[NDArray, NDArray]:
 def take_baseline(trainer: HeadTrainer) -> None:
     """In place of a training."""
     labeled = cast(Features, trainer.train_dataset)
-    if trainer.args.loss == PROBE:
-        return  # which the head starts from
+    if trainer.args.loss != NEIGHBOURS:
+        return  # the head starts from it
     fitted = fit_neighbours(labeled.plain(), np.asarray(labeled.labels), len(trainer.class_names))
     trainer.answer = lambda features: np.log(fitted.probabilities(features) + 1e-6)
 
@@ -171,7 +186,7 @@ def baselines(
     own = FixAStepConfig(
         output_dir=tempfile.mkdtemp(),
         preset="pretrained",
-        head_rate_factor=3.0,  # it starts from the probe
+        head_rate_factor=1.0,  # it starts from the probe
         loss="supervised",
         max_steps=300,
         per_device_train_batch_size=32,

@@ -24,7 +24,7 @@ from hf_fixastep.echo.files import is_phantom
 from hf_fixastep.evaluation.metrics import evaluate_classifier
 from hf_fixastep.features.backbone import Backbone
 from hf_fixastep.hub.checks import check_intended_use
-from hf_fixastep.methods import BASELINES
+from hf_fixastep.methods import FITTED
 from hf_fixastep.plots import save_figures
 from hf_fixastep.procedures import get_procedure
 from hf_fixastep.procedures.rounds import PROCEDURE, run_procedure
@@ -71,10 +71,10 @@ def prepare(argv: list[str]) -> tuple[FixAStepTrainer, Any, Callable[[], object]
     trainer: FixAStepTrainer
     if args.loss == NEIGHBOURS and args.keep == "model":
         raise ValueError("Nearest neighbours leave no model; give --keep numbers, or --loss probe.")
-    if args.trainable == "head" or args.loss in BASELINES:
+    if args.trainable == "head" or args.loss in FITTED:
         backbone, data, config_name = frozen_data(make, data_args, model_args, args)
         trainer = HeadTrainer(backbone, args, data)
-        if is_pretrained(model_args) and args.keep == "model" and args.loss not in BASELINES:
+        if is_pretrained(model_args) and args.keep == "model" and args.loss not in FITTED:
             trainer.card.baselines = baselines(backbone, data, args)
     else:
         model, processor, data = make()
@@ -100,7 +100,7 @@ def prepare(argv: list[str]) -> tuple[FixAStepTrainer, Any, Callable[[], object]
         "phantom": is_phantom(data_args.data_dir),
     }
     trainer.card.recipe = given
-    if isinstance(trainer, HeadTrainer) and args.loss in BASELINES:
+    if isinstance(trainer, HeadTrainer) and args.loss in FITTED:
         return trainer, data, partial(take_baseline, trainer)
     if procedure is not None:
         run = partial(run_procedure, procedure, trainer, data["unlabeled"], lambda: make()[0])
@@ -189,8 +189,8 @@ def raw_metrics(trainer: FixAStepTrainer, images: Examples) -> dict[str, float]:
 def print_table(metrics: dict[str, Any], folder: Path, figures: list[Path]) -> None:
     name = metrics["procedure"] or metrics["loss"]
     title = f"{name}, gate {metrics['gate']}, mix_labeled {metrics['mix_labeled']}"
-    if name in BASELINES:
-        title = BASELINES[name]
+    if name in FITTED:
+        title = FITTED[name]
     baselines = metrics.get("baselines") or {}
     title = "PHANTOM DATA, " * metrics["dataset"]["phantom"] + title
     table = Table("", "this run" if baselines else "value", *baselines, title=title)

@@ -14,7 +14,7 @@ import numpy as np
 import pandas as pd
 
 from hf_fixastep.config import FixAStepConfig
-from hf_fixastep.methods import BASELINES, METHODS
+from hf_fixastep.methods import BASELINES, FITTED, METHODS
 from hf_fixastep.runs.recipe import read_mapping
 from hf_fixastep.study.statistics import (
     DRAWS,
@@ -30,8 +30,8 @@ from hf_fixastep.study.statistics import (
 
 TEST_METRICS = ("test_accuracy", "test_balanced_accuracy")
 LABELED_ONLY, PROBE, BASE, FIX_A_STEP = "labeled-only", "probe", "base", "Fix-A-Step"
-VARIANTS = (LABELED_ONLY, *BASELINES, BASE, "+G", "+A", FIX_A_STEP)
-TITLES = {**METHODS, **BASELINES}
+VARIANTS = (LABELED_ONLY, *FITTED, BASE, "+G", "+A", FIX_A_STEP)
+TITLES = {**METHODS, **FITTED}
 UNMIXED = ("mixmatch", "mtcf")  # they mix by themselves, so that Fix-A-Step is the gate alone
 
 REPEATS = ("seed", "split_seed")
@@ -133,7 +133,7 @@ def compare(runs: pd.DataFrame, metric: str = TEST_METRICS[0]) -> Comparison:
     for group in groups:
         if group.variant in WITHOUT_PILE:
             continue
-        if group.variant != BASE:
+        if group.variant not in (BASE, *FITTED):
             add_difference(found, found.gains, group, own_base(group, groups), "base")
         alone = baseline_of(group, groups, LABELED_ONLY, found.notes)
         add_difference(found, found.helps, group, alone, LABELED_ONLY)
@@ -193,8 +193,8 @@ def what_matters(run: pd.Series) -> dict[str, Any]:
     if found["variant"] in WITHOUT_PILE:
         found |= dict.fromkeys(("zeta", "gate", "mix_labeled", "batchnorm")) | {"oracle": False}
         given = {name: value for name, value in given.items() if not name.startswith("unlabeled_")}
-    if found["variant"] in BASELINES:
-        found |= dict.fromkeys(("preset", "max_steps", *MIXING))
+    if found["variant"] in FITTED:
+        found |= dict.fromkeys(("preset", "max_steps", "gate", "mix_labeled", "batchnorm", *MIXING))
         given = {name: value for name, value in given.items() if name not in TRAINING}
     return {name: value for name, value in given.items() if name not in found and value is not None} | found
 
@@ -209,7 +209,7 @@ def plain(value: Any) -> Any:
 
 def order_of(group: Group) -> tuple[Any, ...]:
     s = group.settings
-    methods = ["supervised", *BASELINES, *METHODS]
+    methods = ["supervised", *FITTED, *METHODS]
     place = methods.index(group.method) if group.method in methods else len(methods)
     data = (s["dataset"], s["dataset_config"] or "", s["labels_per_class"] or 0)
     zeta = -1 if s["zeta"] is None else s["zeta"]
@@ -273,7 +273,7 @@ def name_of(group: Group) -> str:
     name = TITLES.get(group.method, group.method)
     if group.settings["oracle"]:
         name += " with perfect filtering"
-    if group.variant in (BASE, *BASELINES):
+    if group.variant in (BASE, *FITTED):
         return name
     return f"{name} {'+ ' * (group.variant == FIX_A_STEP)}{switches_of(group)}"
 

@@ -13,7 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from hf_fixastep.methods import BASELINES, METHODS, RIVALS
+from hf_fixastep.methods import FITTED, METHODS, RIVALS
 from hf_fixastep.plots import BLACK, BLUE, GREEN, ORANGE, RESOLUTION, THOUSANDS, WIDTH, percent, tidy
 from hf_fixastep.study.comparison import (
     BASE,
@@ -387,7 +387,7 @@ def finish(figure: Figure, panels: Sequence[Axes], label: str, note: str, ncols:
     for axes in panels:
         for handle, name in zip(*axes.get_legend_handles_labels(), strict=True):
             handles.setdefault(name, handle)
-    last = (*BARS, LABELED_ONLY, *BASELINES.values())
+    last = (*BARS, LABELED_ONLY, *FITTED.values())
     order = [name for name in handles if name not in last] + [name for name in last if name in handles]
     looks = {"ncols": ncols, "frameon": False, "columnspacing": 1.2, "handlelength": 2.4}
     figure.legend([handles[name] for name in order], order, loc="outside upper left", **looks)

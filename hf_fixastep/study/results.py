@@ -11,7 +11,7 @@ import pandas as pd
 
 from hf_fixastep.config import FixAStepConfig
 from hf_fixastep.disk import write_atomically
-from hf_fixastep.methods import BASELINES, preset
+from hf_fixastep.methods import FITTED, preset
 from hf_fixastep.runs.folder import LOG, METRICS, PREDICTIONS, RECIPE
 from hf_fixastep.runs.recipe import read_mapping, read_yaml
 
@@ -98,7 +98,7 @@ def read_run(folder: Path) -> dict[str, Any]:
 
 
 def variant(facts: dict[str, Any]) -> str:
-    if facts["loss"] in BASELINES:
+    if facts["loss"] in FITTED:
         return facts["loss"]
     if facts["loss"] == "supervised" and not facts["procedure"]:
         return "labeled-only"

@@ -256,7 +256,7 @@ def test_separable_classes_give_a_model_that_a_pipeline_reads(run, easy, tmp_pat
     out = tmp_path / "out"
     assert {path.name for path in out.iterdir()} == FILES
     assert facts == json.loads((out / "fit.json").read_text())
-    assert [*facts["candidates"]] == [PROBE, *HEADS]
+    assert [*facts["candidates"]] == [PROBE, "shaped probe", *HEADS]
     assert facts["candidates"][PROBE]["balanced_accuracy"] == 1
     assert facts["chosen"] == PROBE  # nothing is better
     assert run.said[-2].startswith("The pile did not help; the saved model is the probe: 100.0 %")  # type: ignore[attr-defined]
