@@ -34,10 +34,10 @@ from hf_fixastep.study.comparison import (
 from hf_fixastep.study.statistics import Interval, count, mean_interval
 
 
-# The rest of Okabe and Ito's colours but yellow, which is too light for lines.
-SKY, AMBER, PINK, GREY = "#56B4E9", "#E69F00", "#CC79A7", "#8C8C8C"
-COLOURS = (SKY, ORANGE, GREEN, PINK, AMBER, BLUE, GREY)
-MARKERS = "osD^vPX"
+# The rest of Okabe and Ito's colours but yellow, which is too light for lines, and a purple for it.
+SKY, AMBER, PINK, GREY, PURPLE = "#56B4E9", "#E69F00", "#CC79A7", "#8C8C8C", "#6A3D9A"
+COLOURS = (SKY, ORANGE, GREEN, PINK, AMBER, BLUE, GREY, PURPLE)
+MARKERS = "osD^vPX<"
 BARS = {BASE: GREY, "+G": SKY, "+A": AMBER, FIX_A_STEP: BLUE}
 PANELS = ("base", "Fix-A-Step", "perfect filtering", "rivals")
 AXIS_TITLES = {"test_accuracy": "Test accuracy", "test_balanced_accuracy": "Balanced test accuracy"}
@@ -175,6 +175,10 @@ def plot_against_probe(runs: pd.DataFrame, metric: str = "test_accuracy") -> Fig
     zetas = sorted({each.first.settings["zeta"] for each in lines})
     if len(zetas) < 2:
         raise ValueError("accuracy against the probe needs probe runs, and others of at least two zeta")
+    shaped = sorted(
+        (each.first.settings["zeta"], each.interval.mean) for each in lines if each.first.variant in FITTED
+    )
+    lines = [each for each in lines if each.first.variant not in FITTED]
     order = {(VARIANTS.index(each.first.variant), switches_of(each.first)) for each in lines}
     names = [name for _, name in sorted(order)]
     columns = len(names) if len(names) < 5 else 3
@@ -194,6 +198,8 @@ def plot_against_probe(runs: pd.DataFrame, metric: str = "test_accuracy") -> Fig
             x = [each.first.settings["zeta"] + apart for each in points]
             whiskers(axes, x, [each.interval for each in points], "", **style(method), markersize=5)
         axes.axhline(0, color=BLACK, linewidth=1.6, label=PROBE, zorder=1.5)
+        if shaped:
+            axes.plot(*zip(*shaped, strict=True), "-.", color="black", linewidth=1.6, label="shaped probe")
         for each in found.beats:
             if each.first.settings["zeta"] is None:
                 dashes = "--" if is_labeled_only(each.first) else ":"

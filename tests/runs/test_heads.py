@@ -13,6 +13,7 @@ from transformers import AutoImageProcessor, AutoModelForImageClassification, Vi
 
 from hf_fixastep import WideResNetConfig, WideResNetForImageClassification, load_dataset
 from hf_fixastep.features.probe import fit_neighbours, fit_probe
+from hf_fixastep.features.shape import fit_shape, fit_shaped_probe
 from hf_fixastep.runs import heads, training
 from hf_fixastep.step.forwards import head_inputs
 from hf_fixastep.study import sweep
@@ -96,6 +97,23 @@ def test_a_probe_run_and_the_baseline_beside_a_fine_tuning_are_the_probe(
     tuned = start(settings, tmp_path / "tuned", loss="supervised", trainable="all")
     assert tuned["baselines"]["probe"]["test_accuracy"] == probe["test_accuracy"]
     assert set(tuned["baselines"]["labeled-only"]) == set(tuned["baselines"]["probe"])
+
+
+def test_heads_that_see_the_pile_start_from_the_shaped_probe(
+    settings: dict, network: Path, tmp_path: Path
+) -> None:
+    heads.LAST.clear()
+    found = start(settings, tmp_path / "shaped", loss="shaped_probe")
+    ((_, features, _),) = heads.LAST.values()
+    plain = {name: plain_features(network, name) for name in ("labeled", "unlabeled", "test")}
+    versions = np.stack([features["labeled"][at]["pixel_values"].numpy() for at in range(30)])
+    versions = np.concatenate([plain["labeled"][0][:, None], versions[:, 1:5]], 1)  # and four weak views
+    shape = fit_shape(plain["unlabeled"][0])
+    expected = fit_shaped_probe(versions, plain["labeled"][1], 6, shape).logits(plain["test"][0]).argmax(-1)
+    assert (predictions(tmp_path / "shaped") == expected).mean() > 0.98  # features in float16
+    assert found["test_accuracy"] == pytest.approx((expected == plain["test"][1]).mean(), abs=0.02)
+    still = start(settings, tmp_path / "still", loss="fixmatch", learning_rate=1e-12, keep="numbers")
+    assert still["test_accuracy"] == pytest.approx(found["test_accuracy"], abs=1e-6)
 
 
 def test_neighbours_are_rows_without_a_model(settings: dict, network: Path, tmp_path: Path) -> None:

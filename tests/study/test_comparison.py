@@ -331,6 +331,17 @@ def test_everything_else_is_compared_with_the_probe() -> None:
             assert each.interval.mean == pytest.approx(own - expected["probe"])
 
 
+def test_a_shaped_probe_has_seen_the_pile_but_has_no_base() -> None:
+    shaped = [probes(loss="shaped_probe", accuracy=0.7 - zeta / 1000, zeta=zeta) for zeta in (0, 50)]
+    found = compare(pd.concat([study(losses=("vat",), variants=("labeled-only", "base")), probes(), *shaped]))
+    for differences in (found.beats, found.helps):
+        own = [each for each in differences if each.first.variant == "shaped_probe"]
+        assert [each.first.settings["zeta"] for each in own] == [0, 50]
+        assert {name_of(each.first) for each in own} == {"shaped probe"}
+    assert found.gains == []
+    assert found.notes == []
+
+
 def test_without_a_probe_nothing_is_said_of_it() -> None:
     found = as_dict(compare(study()))
     assert found["against_probe"] == []

@@ -146,8 +146,17 @@ def test_the_figure_against_the_probe_has_a_panel_per_gate_and_a_line_per_method
     assert line(figure.axes[0], "labeled-only").get_ydata()[0] == pytest.approx(alone.mean())
 
 
+def test_the_shaped_probe_is_a_line_over_zeta_in_every_panel() -> None:
+    shaped = [probes(loss="shaped_probe", accuracy=0.7 - zeta / 1000, zeta=zeta) for zeta in (0, 50)]
+    figure = plot_against_probe(pd.concat([study(losses=("vat",)), probes(), *shaped]))
+    assert len(figure.axes) == 4
+    for axes in figure.axes:
+        drawn = line(axes, "shaped probe")
+        np.testing.assert_allclose(drawn.get_xydata(), [[0, 0.07], [50, 0.02]])
+
+
 def test_no_two_methods_of_a_column_look_alike() -> None:
-    assert len(COLOURS) == len(MARKERS) == len(RIVALS) == len(set(COLOURS)) == len(set(MARKERS))
+    assert len(COLOURS) == len(MARKERS) == len(set(COLOURS)) == len(set(MARKERS)) > len(RIVALS)
     looks = [
         (style(m)["color"], style(m)["marker"], style(m).get("linestyle"))
         for m in (*RIVALS, "vat", "fixmatch")
