@@ -225,7 +225,7 @@ def own_base(group: Group, groups: Sequence[Group]) -> Group | None:
 def baseline_of(group: Group, groups: Sequence[Group], variant: str, notes: list[str]) -> Group | None:
     """Of the same data, labels and network; of several the one nearest in length, then best in validation."""
     same = {"dataset", "dataset_config", "labels_per_class", "dataset_kwargs", *NETWORK}
-    if variant == PROBE:  # which is fitted to the frozen network
+    if variant in FITTED or group.variant in FITTED:  # to the frozen network
         same -= {"trainable", "lora_rank"}
 
     def fits(other: Group) -> bool:

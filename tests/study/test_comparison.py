@@ -333,7 +333,9 @@ def test_everything_else_is_compared_with_the_probe() -> None:
 
 def test_a_shaped_probe_has_seen_the_pile_but_has_no_base() -> None:
     shaped = [probes(loss="shaped_probe", accuracy=0.7 - zeta / 1000, zeta=zeta) for zeta in (0, 50)]
-    found = compare(pd.concat([study(losses=("vat",), variants=("labeled-only", "base")), probes(), *shaped]))
+    runs = pd.concat([study(losses=("vat",), variants=("labeled-only", "base")), probes(), *shaped])
+    runs["settings"] = [json.dumps({**json.loads(each), "trainable": "head"}) for each in runs["settings"]]
+    found = compare(runs)
     for differences in (found.beats, found.helps):
         own = [each for each in differences if each.first.variant == "shaped_probe"]
         assert [each.first.settings["zeta"] for each in own] == [0, 50]
