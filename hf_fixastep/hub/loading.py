@@ -24,6 +24,13 @@ from transformers import (
 from transformers.utils import logging
 
 from hf_fixastep.hub.client import pull, reason
+from hf_fixastep.hub.screening import (
+    CONFIG,
+    check_values,
+    find_weights,
+    read_json,
+    screen,
+)
 from hf_fixastep.step.forwards import classification_head
 
 
@@ -57,16 +64,16 @@ def load_network(
     logging.set_verbosity_error()  # a table of what is missing, and of the weights of other towers
     try:
         labels = {} if num_labels is None else {"num_labels": num_labels}
+        screen(folder)
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False, **labels)
         check_kind(config)
-        check_safetensors(folder, config)
         processor = AutoImageProcessor.from_pretrained(folder, trust_remote_code=False)
         model, lacking = read_weights(folder, config)
         if num_labels is not None:
             new = head_names(model)
             lacking = {name: text for name, text in lacking.items() if name not in new}
     except Exception as error:  # the files of a network can be wrong in any way
-        raise ValueError(f"No network could be loaded from {source}: {reason(error)}.") from error
+        raise unloadable(source, error) from error
     finally:
         logging.set_verbosity(verbosity)
     if lacking:
@@ -76,6 +83,29 @@ def load_network(
         )
     model.config.name_or_path = str(source)
     return model, processor
+
+
+def read_config(source: str | os.PathLike[str]) -> dict[str, Any]:
+    """What the config of a network says, from a folder or the Hub."""
+    folder = Path(find_folder(source))
+    try:
+        return read_json(folder / CONFIG)
+    except ValueError as error:
+        raise unloadable(source, error) from error
+
+
+def unloadable(source: str | os.PathLike[str], error: Exception) -> ValueError:
+    return ValueError(f"No network could be loaded from {source}: {reason(error)}.")
+
+
+def load_saved(kind: Any, folder: str | os.PathLike[str]) -> Any:
+    """A network that a training has saved, of its very class, which may be one of the user's own."""
+    try:
+        check_values(CONFIG, read_json(Path(folder) / CONFIG), but=("auto_map",))  # a class needs no map
+        find_weights(Path(folder))
+        return kind.from_pretrained(folder, use_safetensors=True)
+    except Exception as error:
+        raise unloadable(folder, error) from error
 
 
 def find_folder(source: str | os.PathLike[str], revision: str | None = None) -> str | os.PathLike[str]:
@@ -104,16 +134,6 @@ def check_kind(config: Any) -> None:
         raise ValueError(
             f"transformers has no image classifier of its type {kind} ({type(config).__name__}); choose "
             "another network, such as a ViT, DINOv2, ConvNeXt, or one of timm"
-        )
-
-
-def check_safetensors(folder: Path, config: Any) -> None:
-    if not any(folder.glob("*.safetensors")):
-        kind = (config.architectures or ["AutoModelForImageClassification"])[0]
-        raise ValueError(
-            "it holds no safetensors, and pickles such as pytorch_model.bin are not read, for they can run "
-            f"code; if you trust it, convert it:  from transformers import {kind};  "
-            f"{kind}.from_pretrained(FOLDER).save_pretrained(FOLDER)"
         )
 
 

@@ -134,15 +134,15 @@ def with_code(folder):
 @pytest.mark.parametrize(
     ("damage", "sentence"),
     [
-        (pickled, "holds no safetensors"),
-        (with_code, "custom code"),
+        (pickled, "holds no model.safetensors"),
+        (with_code, "asks to run code"),
         (
             lambda folder: ViTModel(tiny_vit().config).save_pretrained(folder),
             "lacks classifier.bias, classifier.weight",
         ),
         (lambda folder: BertConfig().save_pretrained(folder), "BertConfig"),
         (lambda folder: (folder / "model.safetensors").write_bytes(b"broken"), "header"),
-        (lambda folder: (folder / "config.json").write_text("{"), "not a valid JSON"),
+        (lambda folder: (folder / "config.json").write_text("{"), "is not JSON"),
         (lambda folder: (folder / "config.json").unlink(), "config.json"),
         (lambda folder: (folder / "preprocessor_config.json").unlink(), "image processor"),
         (
