@@ -100,6 +100,7 @@ class CheckpointingTrainer(OptimizingTrainer):
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         folder, evaluates_first = str(self.args.output_dir), self.args.eval_on_start
+        vars(self.core_model.config).pop("calibration", None)  # of the weights before the training
         with only_run(folder) if self.args.should_save else contextlib.nullcontext():
             if resume_from_checkpoint is True:
                 resume_from_checkpoint = find_checkpoint(folder)

@@ -26,6 +26,7 @@ from transformers.utils import logging
 from hf_fixastep.hub.client import pull, reason
 from hf_fixastep.hub.screening import (
     CONFIG,
+    check_calibration,
     check_values,
     find_weights,
     read_json,
@@ -49,7 +50,10 @@ SAFELY: dict[str, Any] = {
 
 
 def load_network(
-    source: str | os.PathLike[str], num_labels: int | None = None, revision: str | None = None
+    source: str | os.PathLike[str],
+    num_labels: int | None = None,
+    revision: str | None = None,
+    calibrated: bool = True,
 ) -> tuple[Any, Any]:
     """An image classifier and its image processor.
 
@@ -58,15 +62,21 @@ def load_network(
         num_labels: classes of its head, which is new where the saved one has others or there is none; by
             default the saved head, which has to be there.
         revision: branch, tag or commit of a network on the Hub.
+        calibrated: keep the calibration in its config, which has to be for its weights; a network that is to
+            be trained, with `num_labels`, never keeps it.
     """
     folder = Path(find_folder(source, revision))
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()  # a table of what is missing, and of the weights of other towers
     try:
         labels = {} if num_labels is None else {"num_labels": num_labels}
-        screen(folder)
+        files = screen(folder)
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False, **labels)
         check_kind(config)
+        if calibrated and num_labels is None:
+            check_calibration(getattr(config, "calibration", None), files)
+        else:
+            vars(config).pop("calibration", None)
         processor = AutoImageProcessor.from_pretrained(folder, trust_remote_code=False)
         model, lacking = read_weights(folder, config)
         if num_labels is not None:

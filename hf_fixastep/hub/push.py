@@ -19,7 +19,7 @@ from hf_fixastep.disk import digest
 from hf_fixastep.hub import client
 from hf_fixastep.hub.cards import model_card
 from hf_fixastep.hub.checks import check_intended_use, check_license, check_repo_id
-from hf_fixastep.hub.screening import check_values, read_json, screen
+from hf_fixastep.hub.screening import check_calibration, check_values, read_json, screen
 from hf_fixastep.hub.texts import shared
 from hf_fixastep.runs.folder import CARD, CONFIGS, FIGURES, LOG, METRICS, RECIPE, WEIGHTS, RunFolder
 
@@ -90,7 +90,7 @@ def check_push(run: RunFolder, repo_id: str | None, license: str | None, intende
     no code.
     """
     try:
-        screen(run.folder)
+        check_calibration(run.config.get("calibration"), screen(run.folder))
     except ValueError as error:
         raise ValueError(f"{run.folder} is not pushed: {error}.") from error
     check_license(license)

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 from transformers import CONFIG_MAPPING, MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING
 from transformers.image_processing_base import ImageProcessingMixin
 
+from hf_fixastep.disk import digest
 from hf_fixastep.hub.checks import shown
 
 
@@ -161,6 +162,15 @@ def check_header(path: Path) -> None:
             pass
     except (OSError, SafetensorError) as error:
         raise ValueError(f"its {path.name} is no safetensors file, or damaged: {error}") from error
+
+
+def check_calibration(found: Any, files: Sequence[Path]) -> None:
+    """Refuse a calibration that does not name the weights it is found with."""
+    if isinstance(found, dict) and [found.get("weights")] != [digest(path) for path in files]:
+        raise ValueError(
+            "its calibration was made for other weights, or does not say for which; fit it anew, as fixastep "
+            f"heart2heart does for views of the heart, or remove calibration from its {CONFIG}"
+        )
 
 
 def find_weights(folder: Path, config: dict[str, Any] | None = None) -> list[Path]:
