@@ -100,6 +100,7 @@ class CheckpointingTrainer(OptimizingTrainer):
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         folder, evaluates_first = str(self.args.output_dir), self.args.eval_on_start
+        vars(self.core_model.config).pop("calibration", None)  # of the weights before the training
         with only_run(folder) if self.args.should_save else contextlib.nullcontext():
             if resume_from_checkpoint is True:
                 resume_from_checkpoint = find_checkpoint(folder)
@@ -144,13 +145,18 @@ class CheckpointingTrainer(OptimizingTrainer):
     def averaged_weights(self, folder: str | Path) -> dict[str, Tensor]:
         if self.args.trainable == "lora":
             return load_file(Path(folder) / LORA_STATE)
-        return type(self.core_model).from_pretrained(folder).state_dict()  # type: ignore[attr-defined]
+        return self._saved_weights(folder)
 
     def load_plain(self, folder: str | Path) -> None:
         """Take the weights of a saved model of the same kind."""
-        state = type(self.core_model).from_pretrained(folder).state_dict()  # type: ignore[attr-defined]
+        state = self._saved_weights(folder)
         lora = self.args.trainable == "lora"
         load_whole(self.core_model, with_lora(self.core_model.state_dict(), state) if lora else state)
+
+    def _saved_weights(self, folder: str | Path) -> dict[str, Tensor]:
+        from hf_fixastep.hub.loading import load_saved  # here, as it needs the client of the Hub
+
+        return load_saved(type(self.core_model), folder).state_dict()
 
     @property
     def raw_weights_file(self) -> Path | None:

@@ -58,7 +58,7 @@ def prepare(argv: list[str]) -> tuple[Path, EvaluateArguments, Any]:
 def main(argv: list[str]) -> None:
     try:
         folder, args, data = prepare(argv)
-        classifier = Classifier(folder, batch_size=args.batch_size)
+        classifier = Classifier(folder, batch_size=args.batch_size, calibrated=False)  # ranks and classes
     except (OSError, ValueError) as error:
         sys.exit(f"error: {error}")
     if args.open_set:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections import Counter
@@ -20,9 +19,8 @@ from hf_fixastep.echo.clips import PARTS, VOLUMES
 from hf_fixastep.echo.files import ECHO_VIEWS
 from hf_fixastep.evaluation.classifier import Classifier
 from hf_fixastep.evaluation.prediction import Predictions, find_images, predict, write
-from hf_fixastep.hub.loading import find_folder
+from hf_fixastep.hub.loading import read_config
 from hf_fixastep.runs.arguments import as_words, option, parse, positional
-from hf_fixastep.runs.folder import CONFIGS
 
 
 @dataclass
@@ -72,11 +70,9 @@ def read(argv: list[str]) -> tuple[PredictArguments, dict[str, object]]:
 
 def is_echo(model: str, source: str) -> bool:
     """The model tells the views of the heart, or some file is DICOM, MetaImage or NIfTI."""
-    config = Path(find_folder(model)) / CONFIGS[0]
-    if config.is_file():
-        names = json.loads(config.read_text()).get("id2label", {})
-        if isinstance(names, dict) and {*map(str, names.values())} == set(ECHO_VIEWS):
-            return True
+    names = read_config(model).get("id2label")
+    if isinstance(names, dict) and {*map(str, names.values())} == set(ECHO_VIEWS):
+        return True
     if not os.path.exists(source):  # a glob, or a mistake that will be found
         return False
     tree = Tree(source)

@@ -11,7 +11,7 @@ import io
 import os
 import stat
 import warnings
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -33,28 +33,32 @@ SUFFIXES = (
 # None that runs a program, as EPS does. JPEG includes MPO.
 FORMATS = ("JPEG", "PNG", "TIFF", "BMP", "GIF", "JPEG2000", "PPM", "WEBP")
 COMPRESSED = ("JPEG", "MPO", "PNG", "WEBP")
+AGAIN = "link to what is there already"
 
 
 def walk(root: Source, passed_over: Counter[str] | None = None) -> list[tuple[str, os.stat_result | None]]:
     """Names of the files below a folder at any depth, sorted, and their states (None for a broken link).
 
-    Hidden files and folders are passed over. Links are followed, except back to a folder above them. A folder
-    inside that cannot be opened is given like a file, with the state of a folder.
+    Hidden files and folders are passed over. Links are followed, but every real folder and file comes once:
+    under its own name if it is below the root, else under the first link to it. A folder inside that cannot
+    be opened is given like a file, with the state of a folder.
 
     Args:
         passed_over: counts what was passed over, by reason.
     """
     counts = Counter() if passed_over is None else passed_over
     found: list[tuple[str, os.stat_result | None]] = []
-    waiting: list[tuple[str, os.stat_result, frozenset]] = [("", os.stat(root), frozenset())]
-    while waiting:
-        below, here, above = waiting.pop()
-        identity = (here.st_dev, here.st_ino)
-        if identity in above:
-            counts["link to a folder above"] += 1
+    folders: list[tuple[str, os.stat_result]] = [("", os.stat(root))]
+    links: deque[tuple[str, os.stat_result]] = deque()  # after all that is no link
+    files: list[tuple[str, os.stat_result]] = []
+    seen: set[tuple[int, int]] = set()
+    while folders or links:
+        below, here = folders.pop() if folders else links.popleft()
+        if not is_new(here, seen):
+            counts[AGAIN] += 1
             continue
         try:
-            entries = os.listdir(os.path.join(root, below))
+            entries = sorted(os.listdir(os.path.join(root, below)))
         except OSError:
             if not below:
                 raise
@@ -62,14 +66,34 @@ def walk(root: Source, passed_over: Counter[str] | None = None) -> list[tuple[st
             continue
         for entry in entries:
             name = os.path.join(below, entry)
-            state = state_of(os.path.join(root, name))
+            path = os.path.join(root, name)
+            state, is_link = state_of(path), os.path.islink(path)
             if is_hidden(entry):
                 counts["hidden"] += 1
-            elif state and stat.S_ISDIR(state.st_mode):
-                waiting.append((name, state, above | {identity}))
+            elif state is None:
+                found.append((name, None))
+            elif stat.S_ISDIR(state.st_mode):
+                (links if is_link else folders).append((name, state))
+            elif is_link:
+                files.append((name, state))
             else:
+                seen.add((state.st_dev, state.st_ino))
                 found.append((name, state))
+    for name, state in sorted(files, key=lambda file: file[0]):
+        if is_new(state, seen):
+            found.append((name, state))
+        else:
+            counts[AGAIN] += 1
     return sorted(found, key=lambda file: file[0])
+
+
+def is_new(state: os.stat_result, seen: set[tuple[int, int]]) -> bool:
+    """Whether a folder or file was not seen before; from now on it was."""
+    identity = (state.st_dev, state.st_ino)
+    if identity in seen:
+        return False
+    seen.add(identity)
+    return True
 
 
 def is_hidden(name: str) -> bool:

@@ -100,17 +100,18 @@ def open_runs(argv: list[str]) -> tuple[list[EvaluatedRun], Heart2HeartArguments
         raise ValueError(f"draws is {args.draws}, but an interval needs at least 100.")
     if not 0 < args.coverage <= 1:
         raise ValueError(f"coverage is {args.coverage}, but expected a share of images above 0 and up to 1.")
-    return [open_run(Path(folder)) for folder in folders], args
+    return [open_run(Path(folder), calibrated=not args.tmed2) for folder in folders], args
 
 
-def open_run(folder: Path) -> EvaluatedRun:
+def open_run(folder: Path, calibrated: bool = True) -> EvaluatedRun:
+    """A run of TMED-2, with its calibration unless that is to be fitted anew."""
     recipe = read_yaml(folder / RECIPE)
     if recipe.get("dataset") != "tmed2":
         raise ValueError(f"{folder} was trained on {recipe.get('dataset')}, but expected tmed2.")
     settings = read_mapping("dataset_kwargs", recipe.get("dataset_kwargs"))
-    classifier = Classifier(folder)
-    calibration = Calibration.of(classifier.model.config)
-    return EvaluatedRun(folder, classifier, {"config": recipe.get("dataset_config"), **settings}, calibration)
+    classifier = Classifier(folder, calibrated=calibrated)
+    split = {"config": recipe.get("dataset_config"), **settings}
+    return EvaluatedRun(folder, classifier, split, classifier.calibration)
 
 
 def load_split(name: str, split: str, data_dir: str, classifier: Classifier, **settings: Any) -> Any:
@@ -152,7 +153,7 @@ def evaluate_sites(runs: Sequence[EvaluatedRun], args: Heart2HeartArguments) -> 
             validation = ask(run.classifier, data)
             run.calibration = calibrate(validation.logits, validation.labels, args.coverage)
             if args.write_calibration:
-                write_calibration(run.folder, run.calibration)
+                run.calibration = write_calibration(run.folder, run.calibration)
     answers: dict[str, list[SiteLogits]] = {}
     for run in runs:
         for name, data in load_sites(run, args):

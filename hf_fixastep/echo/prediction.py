@@ -130,7 +130,7 @@ def read_inputs(argv: list[str]) -> tuple[PredictArguments, Classifier, Calibrat
     tree = Tree(args.input)
     if not any(True for _ in tree):
         raise ValueError(f"{args.input} holds no file; give a folder with echo files.")
-    classifier = Classifier(args.model, batch_size=args.batch_size)
+    classifier = Classifier(args.model, batch_size=args.batch_size, calibrated=not args.uncalibrated)
     calibration = UNCALIBRATED if args.uncalibrated else classifier.calibration
     if calibration is None:
         raise ValueError(

@@ -1,7 +1,8 @@
 """Honest probabilities: a temperature for the logits, and a confidence below which a model should not decide.
 
 Both are fitted on validation images and kept in the model's config, as
-`config.calibration = {"temperature": T, "abstain_below": p, "coverage": c}`.
+`config.calibration = {"temperature": T, "abstain_below": p, "coverage": c, "weights": hash}`, with the hash
+of the weights they were fitted for.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import json
 import logging
 import math
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from scipy.special import softmax
 
-from hf_fixastep.disk import write_atomically
+from hf_fixastep.disk import digest, write_atomically
 
 
 logger = logging.getLogger(__name__)
@@ -32,11 +33,13 @@ class Calibration:
         temperature: divides the logits.
         abstain_below: the model is not sure of an image whose highest probability is below it.
         coverage: share of the validation images that it was sure of.
+        weights: SHA-256 of the file of weights it is for, once it is written beside them.
     """
 
     temperature: float
     abstain_below: float = 0.0
     coverage: float = 1.0
+    weights: str | None = None
 
     @classmethod
     def of(cls, config: Any) -> Calibration | None:
@@ -45,7 +48,8 @@ class Calibration:
         if found is None:
             return None
         try:
-            calibration = cls(**{name: float(value) for name, value in found.items()})
+            numbers = {name: float(value) for name, value in found.items() if name != "weights"}
+            calibration = cls(**numbers, weights=found.get("weights"))
         except (AttributeError, TypeError, ValueError):
             calibration = cls(math.nan)
         shares = (calibration.abstain_below, calibration.coverage)
@@ -135,9 +139,13 @@ def calibrate(logits: ArrayLike, labels: ArrayLike, coverage: float) -> Calibrat
     return Calibration(temperature, abstain_threshold(confidence, coverage), float(coverage))
 
 
-def write_calibration(folder: str | os.PathLike[str], calibration: Calibration) -> None:
-    """Put a calibration into the config.json of a saved model, and leave the rest of the file as it is."""
+def write_calibration(folder: str | os.PathLike[str], calibration: Calibration) -> Calibration:
+    """Put a calibration into the config.json of a saved model, and leave the rest of the file as it is;
+    returns it with the hash of the weights.
+    """
+    calibration = replace(calibration, weights=digest(Path(folder) / "model.safetensors"))
     path = Path(folder) / "config.json"
     config = json.loads(path.read_text()) | {"calibration": asdict(calibration)}
     with write_atomically(path) as partial:
         partial.write_text(json.dumps(config, indent=2) + "\n")
+    return calibration

@@ -29,14 +29,19 @@ class Classifier:
         source: folder of a finished run, or a name on the Hub.
         revision: branch, tag or commit of a model on the Hub.
         batch_size: images per forward.
+        calibrated: use the calibration in its config, if there is one, which has to be for its weights.
     """
 
     def __init__(
-        self, source: str | os.PathLike[str], revision: str | None = None, batch_size: int = 256
+        self,
+        source: str | os.PathLike[str],
+        revision: str | None = None,
+        batch_size: int = 256,
+        calibrated: bool = True,
     ) -> None:
         if batch_size < 1:
             raise ValueError(f"batch_size is {batch_size}, but it has to be at least 1.")
-        self.model, self.processor = load_network(source, revision=revision)
+        self.model, self.processor = load_network(source, revision=revision, calibrated=calibrated)
         self.calibration = calibration.Calibration.of(self.model.config)  # a wrong one is found here
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.model.eval().to(self.device, memory_format=torch.channels_last)

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from sklearn.metrics import confusion_matrix
 
 from hf_fixastep.disk import write_atomically
-from hf_fixastep.evaluation.calibration import probabilities
+from hf_fixastep.evaluation.calibration import Calibration, probabilities, write_calibration
 from hf_fixastep.features.candidates import PROBE, Candidate
 from hf_fixastep.features.verdict import against, percent
 from hf_fixastep.hub.cards import FIX_A_STEP, describe_results, describe_use, header, table, usage
@@ -94,10 +94,10 @@ def publish(staged: Path, out: Path) -> None:
 
 
 def save_network(model: Any, processor: Any, calibrated: bool, folder: Path) -> None:
-    if calibrated:  # the temperature is in the head
-        model.config.calibration = {"temperature": 1.0}
     model.to("cpu", memory_format=torch.contiguous_format).save_pretrained(folder)
     processor.save_pretrained(folder)
+    if calibrated:  # the temperature is in the head
+        write_calibration(folder, Calibration(1.0))
 
 
 def held_out_table(

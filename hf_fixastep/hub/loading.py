@@ -24,6 +24,14 @@ from transformers import (
 from transformers.utils import logging
 
 from hf_fixastep.hub.client import pull, reason
+from hf_fixastep.hub.screening import (
+    CONFIG,
+    check_calibration,
+    check_values,
+    find_weights,
+    read_json,
+    screen,
+)
 from hf_fixastep.step.forwards import classification_head
 
 
@@ -42,7 +50,10 @@ SAFELY: dict[str, Any] = {
 
 
 def load_network(
-    source: str | os.PathLike[str], num_labels: int | None = None, revision: str | None = None
+    source: str | os.PathLike[str],
+    num_labels: int | None = None,
+    revision: str | None = None,
+    calibrated: bool = True,
 ) -> tuple[Any, Any]:
     """An image classifier and its image processor.
 
@@ -51,22 +62,28 @@ def load_network(
         num_labels: classes of its head, which is new where the saved one has others or there is none; by
             default the saved head, which has to be there.
         revision: branch, tag or commit of a network on the Hub.
+        calibrated: keep the calibration in its config, which has to be for its weights; a network that is to
+            be trained, with `num_labels`, never keeps it.
     """
     folder = Path(find_folder(source, revision))
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()  # a table of what is missing, and of the weights of other towers
     try:
         labels = {} if num_labels is None else {"num_labels": num_labels}
+        files = screen(folder)
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False, **labels)
         check_kind(config)
-        check_safetensors(folder, config)
+        if calibrated and num_labels is None:
+            check_calibration(getattr(config, "calibration", None), files)
+        else:
+            vars(config).pop("calibration", None)
         processor = AutoImageProcessor.from_pretrained(folder, trust_remote_code=False)
         model, lacking = read_weights(folder, config)
         if num_labels is not None:
             new = head_names(model)
             lacking = {name: text for name, text in lacking.items() if name not in new}
     except Exception as error:  # the files of a network can be wrong in any way
-        raise ValueError(f"No network could be loaded from {source}: {reason(error)}.") from error
+        raise unloadable(source, error) from error
     finally:
         logging.set_verbosity(verbosity)
     if lacking:
@@ -76,6 +93,29 @@ def load_network(
         )
     model.config.name_or_path = str(source)
     return model, processor
+
+
+def read_config(source: str | os.PathLike[str]) -> dict[str, Any]:
+    """What the config of a network says, from a folder or the Hub."""
+    folder = Path(find_folder(source))
+    try:
+        return read_json(folder / CONFIG)
+    except ValueError as error:
+        raise unloadable(source, error) from error
+
+
+def unloadable(source: str | os.PathLike[str], error: Exception) -> ValueError:
+    return ValueError(f"No network could be loaded from {source}: {reason(error)}.")
+
+
+def load_saved(kind: Any, folder: str | os.PathLike[str]) -> Any:
+    """A network that a training has saved, of its very class, which may be one of the user's own."""
+    try:
+        check_values(CONFIG, read_json(Path(folder) / CONFIG), but=("auto_map",))  # a class needs no map
+        find_weights(Path(folder))
+        return kind.from_pretrained(folder, use_safetensors=True)
+    except Exception as error:
+        raise unloadable(folder, error) from error
 
 
 def find_folder(source: str | os.PathLike[str], revision: str | None = None) -> str | os.PathLike[str]:
@@ -104,16 +144,6 @@ def check_kind(config: Any) -> None:
         raise ValueError(
             f"transformers has no image classifier of its type {kind} ({type(config).__name__}); choose "
             "another network, such as a ViT, DINOv2, ConvNeXt, or one of timm"
-        )
-
-
-def check_safetensors(folder: Path, config: Any) -> None:
-    if not any(folder.glob("*.safetensors")):
-        kind = (config.architectures or ["AutoModelForImageClassification"])[0]
-        raise ValueError(
-            "it holds no safetensors, and pickles such as pytorch_model.bin are not read, for they can run "
-            f"code; if you trust it, convert it:  from transformers import {kind};  "
-            f"{kind}.from_pretrained(FOLDER).save_pretrained(FOLDER)"
         )
 
 

@@ -19,6 +19,7 @@ from hf_fixastep.disk import digest
 from hf_fixastep.hub import client
 from hf_fixastep.hub.cards import model_card
 from hf_fixastep.hub.checks import check_intended_use, check_license, check_repo_id
+from hf_fixastep.hub.screening import check_calibration, check_values, read_json, screen
 from hf_fixastep.hub.texts import shared
 from hf_fixastep.runs.folder import CARD, CONFIGS, FIGURES, LOG, METRICS, RECIPE, WEIGHTS, RunFolder
 
@@ -57,13 +58,8 @@ def model_files(run: RunFolder, texts: Mapping[str, str], figures: Iterable[str]
 
 def shared_config(path: Path) -> dict[str, Any]:
     """A config without paths of this machine, if it asks for no code."""
-    config = json.loads(path.read_text())
-    for key in ("auto_map", "custom_pipelines"):
-        if key in config:
-            raise ValueError(
-                f"{path} has the key {key}, which asks to run code from the Hub, and such models are not "
-                "pushed: train a network that transformers or this package knows."
-            )
+    config = read_json(path)
+    check_values(path.name, config)
     # Names are no paths.
     classes = {key: config.pop(key) for key in ("id2label", "label2id") if key in config}
     return shared(config) | classes
@@ -90,7 +86,13 @@ def check_weights(run: RunFolder) -> Path:
 
 
 def check_push(run: RunFolder, repo_id: str | None, license: str | None, intended_use: str | None) -> str:
-    """The name of the repository, if everything that a card cannot know was given."""
+    """The name of the repository, if everything that a card cannot know was given, and the network asks for
+    no code.
+    """
+    try:
+        check_calibration(run.config.get("calibration"), screen(run.folder))
+    except ValueError as error:
+        raise ValueError(f"{run.folder} is not pushed: {error}.") from error
     check_license(license)
     check_intended_use(run.medical, intended_use)
     return check_repo_id(repo_id)

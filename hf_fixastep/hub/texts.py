@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import unicodedata
 from collections.abc import Mapping
-from pathlib import Path, PurePosixPath, PureWindowsPath
+from pathlib import Path, PurePath, PurePosixPath, PureWindowsPath
 from typing import Any
 
 import yaml
@@ -18,6 +18,10 @@ INVISIBLE = ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp")
 MARKUP = re.compile(r"[^\w \-.,/()':;=+]|(?<![^\W_])_|_(?![^\W_])|:(?! )|\.(?=[^\W\d])")
 # Settings that are told to nobody.
 PRIVATE = re.compile(r"output_dir|push_to_hub|hub_.*|.*_token|resume_from_checkpoint")
+MAPPING = re.compile(r".*_(kwargs|args|config)")  # settings that are mappings, also where given as text
+YAML_START = re.compile(r"\s*([{\[!#%&]|---|-\s)")
+# Inside other text, all of an absolute path but its last part.
+FOLDERS = re.compile(r"(?<![\w./\\:~])(file:/*|~|\.\.|[A-Za-z]:)?[/\\]([^\s/\\'\",;{}\[\]]+[/\\])+")
 LOCAL_PATH = re.compile(r"\s*([/~\\]|\.\.[/\\]|[A-Za-z]:[/\\]|file:)")
 
 
@@ -34,24 +38,40 @@ def escape(value: Any, limit: int = 100) -> str:
 
 
 def shared(value: Any) -> Any:
-    """What may leave this machine of a setting: paths that tell where files are keep their last part only."""
+    """What may leave this machine of a setting: paths that tell where files are keep their last part only.
+
+    A mapping or list that was given as text is read first, so that what is inside it is cut as well.
+    """
     if isinstance(value, Mapping):
-        return {key: shared(item) for key, item in value.items() if not PRIVATE.fullmatch(str(key))}
+        return {
+            shared_text(key) if isinstance(key, str) else key: shared(read_setting(str(key), item))
+            for key, item in value.items()
+            if not PRIVATE.fullmatch(str(key))
+        }
     if isinstance(value, (list, tuple)):
         return [shared(item) for item in value]
-    if not isinstance(value, str):
+    if not isinstance(value, (str, PurePath)):
         return value
-    if value.lstrip()[:1] in ("{", "["):  # a mapping or list given on the command line
-        try:
-            inner = yaml.safe_load(value)
-        except yaml.YAMLError:
-            inner = None
-        if isinstance(inner, (dict, list)):
-            return shared(inner)
-    if LOCAL_PATH.match(value):
+    inner = read_setting("", str(value))
+    return shared_text(inner) if isinstance(inner, str) else shared(inner)
+
+
+def read_setting(key: str, value: Any) -> Any:
+    """A mapping or list that was given as YAML, by the name of its setting or by how it begins."""
+    if not isinstance(value, str) or not (MAPPING.fullmatch(key) or YAML_START.match(value)):
+        return value
+    try:
+        inner = yaml.safe_load(value)
+    except (yaml.YAMLError, RecursionError, ValueError):
+        return value
+    return inner if isinstance(inner, (dict, list)) else value
+
+
+def shared_text(value: str) -> str:
+    if LOCAL_PATH.match(value) and "\n" not in value:
         kind = PureWindowsPath if "\\" in value else PurePosixPath
         return kind(value.strip()).name
-    return value
+    return FOLDERS.sub("", value)
 
 
 def template_path(name: str) -> Path:

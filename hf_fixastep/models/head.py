@@ -125,5 +125,6 @@ def put_head(
         new.bias.copy_(bias)
     setattr(model.get_submodule(parent), own, new)
     model.config.num_labels = len(class_names)
+    vars(model.config).pop("calibration", None)  # of the old head
     name_classes(model, class_names)
     return new

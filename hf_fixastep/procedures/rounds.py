@@ -25,6 +25,7 @@ from hf_fixastep._compat.distributed import check_procedure
 from hf_fixastep.checkpoints import as_json, checkpoints, describe, find_checkpoint, only_run
 from hf_fixastep.data.images import Images
 from hf_fixastep.disk import write_atomically
+from hf_fixastep.hub.loading import load_saved
 from hf_fixastep.losses.base import SemiSupervisedLoss
 from hf_fixastep.procedures.base import Procedure
 from hf_fixastep.runs.folder import LOG
@@ -178,7 +179,7 @@ class Rounds:
 
     def load(self, done: Round) -> nn.Module:
         """The model of a round."""
-        return type(self.trainer.core_model).from_pretrained(self.folder / done.name)  # type: ignore[attr-defined]
+        return load_saved(type(self.trainer.core_model), self.folder / done.name)
 
     def predict(self, done: Round) -> NDArray:
         """Logits [N, K] of the unlabeled images as they are, by the model of a round."""

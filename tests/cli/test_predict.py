@@ -12,6 +12,7 @@ import pytest
 from PIL import Image
 
 from hf_fixastep.cli import predict
+from hf_fixastep.evaluation.calibration import Calibration, write_calibration
 from hf_fixastep.evaluation.classifier import Classifier
 from tests.short_runs import tiny_processor, tiny_vit
 
@@ -68,7 +69,7 @@ def test_a_calibrated_model_abstains_below_its_threshold(model, photos, tmp_path
     expected = [Classifier(model).logits([Image.open(photos / "0.png")])[0] / 0.5]
     shares = np.exp(expected[0]) / np.exp(expected[0]).sum()
     for limit in (shares.max() - 0.01, shares.max() + 0.01):
-        set_config(calibrated, calibration={"temperature": 0.5, "abstain_below": limit})
+        write_calibration(calibrated, Calibration(0.5, abstain_below=limit))
         predict.main(
             ["--model", str(calibrated), "--input", str(photos / "0.png"), "--out", str(tmp_path / "a.csv")]
         )

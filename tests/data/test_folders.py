@@ -206,7 +206,7 @@ class TestListing:
         (tmp_path / "pile/a/up").symlink_to(tmp_path / "pile")
         listing = list_unlabeled("unlabeled", tmp_path / "pile", None)
         assert listing.names == ["a/link/1.png"]
-        assert listing.passed_over == {"link to a folder above": 1}
+        assert listing.passed_over == {"link to what is there already": 1}
 
     def test_a_walk_gives_sorted_names_and_the_state_of_what_can_be_read(self, tmp_path):
         for name in ("b/2.txt", "b-c.txt", "b/1/x", ".hidden"):

@@ -23,6 +23,7 @@ from transformers import AutoConfig, ViTImageProcessor
 
 from hf_fixastep import WideResNetConfig, WideResNetForImageClassification, load_dataset
 from hf_fixastep.echo import evaluation, prediction, report
+from hf_fixastep.evaluation.calibration import Calibration, write_calibration
 from tests.echo import echo_sets
 from tests.echo.echo_sets import put
 from tests.echo.test_dicom import clip_of, dicom, encoded
@@ -55,7 +56,9 @@ def save_run(folder: Path, seed: int = 0, split: str = "split0", **settings: Any
 
 @pytest.fixture
 def run(tmp_path) -> Path:
-    return save_run(tmp_path / "run", calibration=CALIBRATION)
+    folder = save_run(tmp_path / "run")
+    write_calibration(folder, Calibration(**CALIBRATION))
+    return folder
 
 
 # Evaluation

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import logging
 
@@ -119,10 +120,13 @@ def test_a_threshold_needs_finite_confidences(confidence):
 
 def test_a_calibration_is_kept_in_the_config_and_leaves_the_rest(tmp_path):
     WideResNetConfig(num_labels=4, depth=10).save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
     before = json.loads((tmp_path / "config.json").read_text())
     logits, labels = noisy_logits(3.0)
     calibration = calibrate(logits, labels, 0.8)
-    write_calibration(tmp_path, calibration)
+    written = write_calibration(tmp_path, calibration)
+    calibration = dataclasses.replace(calibration, weights=hashlib.sha256(b"weights").hexdigest())
+    assert written == calibration
     after = json.loads((tmp_path / "config.json").read_text())
     assert after == before | {"calibration": dataclasses.asdict(calibration)}
     config = AutoConfig.from_pretrained(tmp_path)

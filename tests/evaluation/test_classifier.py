@@ -10,7 +10,7 @@ from PIL import Image
 from safetensors.torch import load_file
 from transformers import BertConfig, ViTImageProcessor, ViTModel, pipeline
 
-from hf_fixastep.evaluation.calibration import Calibration
+from hf_fixastep.evaluation.calibration import Calibration, write_calibration
 from hf_fixastep.evaluation.classifier import Classifier
 from hf_fixastep.hub import loading
 from tests.short_runs import tiny_processor, tiny_vit, tiny_wide_resnet
@@ -35,7 +35,7 @@ def set_config(folder, **values):
 
 
 def test_probabilities_are_the_softmax_of_logits_over_the_temperature(folder, picture):
-    set_config(folder, calibration={"temperature": 2.5, "abstain_below": 0.8, "coverage": 0.9})
+    write_calibration(folder, Calibration(2.5, abstain_below=0.8, coverage=0.9))
     found = Classifier(folder)
     # Mean and standard deviation of the processor.
     pixels = (np.asarray(picture, dtype=np.float32) / 255 - 0.5) / 0.25
@@ -134,15 +134,15 @@ def with_code(folder):
 @pytest.mark.parametrize(
     ("damage", "sentence"),
     [
-        (pickled, "holds no safetensors"),
-        (with_code, "custom code"),
+        (pickled, "holds no model.safetensors"),
+        (with_code, "asks to run code"),
         (
             lambda folder: ViTModel(tiny_vit().config).save_pretrained(folder),
             "lacks classifier.bias, classifier.weight",
         ),
         (lambda folder: BertConfig().save_pretrained(folder), "BertConfig"),
         (lambda folder: (folder / "model.safetensors").write_bytes(b"broken"), "header"),
-        (lambda folder: (folder / "config.json").write_text("{"), "not a valid JSON"),
+        (lambda folder: (folder / "config.json").write_text("{"), "is not JSON"),
         (lambda folder: (folder / "config.json").unlink(), "config.json"),
         (lambda folder: (folder / "preprocessor_config.json").unlink(), "image processor"),
         (
@@ -150,7 +150,7 @@ def with_code(folder):
             "does not fit",
         ),
         (lambda folder: set_config(folder, id2label=["a"]), "No network could be loaded"),
-        (lambda folder: set_config(folder, calibration={"temperature": 0}), "a temperature above 0"),
+        (lambda folder: write_calibration(folder, Calibration(0)), "a temperature above 0"),
     ],
     ids=[
         "pickle",

@@ -150,7 +150,7 @@ def without_linear_head(folder: Path) -> None:
     [
         (
             as_pickle,
-            ["holds no safetensors", "ViTForImageClassification.from_pretrained(FOLDER)."],
+            ["holds no model.safetensors", "ViTForImageClassification.from_pretrained(FOLDER)."],
         ),
         (
             lambda folder: change_weights(folder, **{"vit.embeddings.cls_token": None}),
@@ -205,7 +205,7 @@ def test_no_code_of_a_network_is_run(folder: Path) -> None:
     config |= {"model_type": "theirs", "auto_map": {"AutoConfig": "theirs.Config"}}
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "theirs.py").write_text("raise SystemExit('code of a model was run')")
-    with pytest.raises(ValueError, match="custom code"):
+    with pytest.raises(ValueError, match="asks to run code"):
         load_network(folder, 3)
 
 

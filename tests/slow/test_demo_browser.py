@@ -17,6 +17,7 @@ import pytest
 import torch
 from PIL import Image
 
+from hf_fixastep.evaluation.calibration import Calibration, write_calibration
 from tests.short_runs import tiny_processor, tiny_vit
 
 
@@ -40,7 +41,6 @@ def model():
         dict(enumerate(NAMES)),
         {name: at for at, name in enumerate(NAMES)},
     )
-    model.config.calibration = {"temperature": 2.0, "abstain_below": 0.99, "coverage": 0.9}
     return model.eval()
 
 
@@ -50,6 +50,7 @@ def address(model, tmp_path_factory):
     home = tmp_path_factory.mktemp("home")
     model.save_pretrained(home / "<b>model")
     tiny_processor().save_pretrained(home / "<b>model")
+    write_calibration(home / "<b>model", Calibration(2.0, abstain_below=0.99, coverage=0.9))
     (home / "uploads").mkdir()
     environment = {**os.environ, "TMPDIR": str(home / "uploads"), "HF_HUB_OFFLINE": "1"}
     command = [sys.executable, "-m", "hf_fixastep", "demo", "<b>model"]
