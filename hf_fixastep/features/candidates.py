@@ -24,7 +24,6 @@ from hf_fixastep.evaluation.metrics import balanced_accuracy
 from hf_fixastep.features.fit_data import Embedded
 from hf_fixastep.features.probe import Probe, fit_probe
 from hf_fixastep.features.shape import fit_shaped_probe
-from hf_fixastep.methods import FITTED
 from hf_fixastep.models.head import FeatureHead, FeatureHeadConfig
 from hf_fixastep.trainer import FixAStepTrainer
 
@@ -148,7 +147,7 @@ def fitted(loss: str, data: Embedded, state: Path) -> Candidate:
         for part, seen in rows_of_parts(data).items()
     }
     strength = float(by_part[ALL][0]["strength"])
-    return candidate(FITTED[loss], {"loss": loss, "strength": strength}, data, by_part)
+    return candidate(loss.replace("_", " "), {"loss": loss, "strength": strength}, data, by_part)
 
 
 def candidate(
