@@ -2,15 +2,20 @@
 
 import io
 import json
+import shutil
 from collections import Counter, defaultdict
+from pathlib import Path
 
 import datasets
 import numpy as np
+import pandas as pd
 import PIL.Image
 import pyarrow.parquet as pq
 import pytest
+from sklearn.metrics import balanced_accuracy_score
 
 from hf_fixastep.cli.evaluate import main as evaluate
+from hf_fixastep.cli.predict import main as predict
 from hf_fixastep.data import export_dataset, folder_report, list_datasets, load_dataset
 from hf_fixastep.data.fetal_planes import FetalPlanes, draw
 from hf_fixastep.data.registry import dataset_card
@@ -221,6 +226,64 @@ def test_a_network_is_trained_and_tested_among_foreign_images(places, cache, tmp
     assert (found["name"], found["config"], found["medical"]) == ("fetal_planes", "brain", True)
     evaluate([str(tmp_path / "run"), "--open_set", "true"])
     assert "auroc_unseen_foreign_energy" in (tmp_path / "run" / "evaluation_open_set.json").read_text()
+    check_report(
+        tmp_path / "run", load_dataset("fetal_planes", "brain", labels_per_class=2, data_dir=places["zip"])
+    )
+    check_prediction(tmp_path / "run", places["folder"] / "Images", tmp_path / "planes.csv")
+
+
+def check_report(run: Path, data) -> None:
+    """Per machine against scikit-learn, and AUROCs against those of --open_set."""
+    evaluate([str(run), "--draws", "100"])
+    found = json.loads((run / "report" / "report.json").read_text())
+    (of_run,) = found["methods"].values()
+    answers = pd.read_csv(run / "test_predictions.csv")
+    machines = np.array(data["test"]["machine"])
+    for name, machine in (("all", None), ("aloka", "Aloka"), ("voluson_e6", "Voluson E6")):
+        rows = answers[[machine in (None, own) for own in machines]]
+        expected = balanced_accuracy_score(rows["label"], rows["prediction"])
+        numbers = of_run["machines"][name]
+        assert numbers["balanced_accuracy"]["value"] == pytest.approx(expected)
+        assert np.sum(numbers["confusion"]) == len(rows) == numbers["images"][0]
+    open_set = json.loads((run / "evaluation_open_set.json").read_text())
+    for score in ("max_probability", "energy"):
+        area = of_run["auroc"][score]["all"]["value"]
+        assert area == pytest.approx(open_set[f"auroc_unseen_foreign_{score}"], abs=0.02)
+    assert {"nearest_labeled", "nearest_class"} <= of_run["auroc"].keys()
+    assert "same_site" in of_run["auroc"]["energy"]
+    names = {path.name for path in (run / "report").glob("*.png")}
+    confusions = {f"confusion_{name}.png" for name in ("all", "aloka", "voluson_e6")}
+    assert names == {"forest.png", "machines.png", *confusions}
+    assert {"temperature", "abstain_below"} <= json.loads((run / "config.json").read_text())[
+        "calibration"
+    ].keys()
+    compare_methods(run)
+
+
+def compare_methods(run: Path) -> None:
+    """Runs of one method are averaged, and another method stands beside them."""
+    for name, loss in (("again", "fixmatch"), ("other", "pi_model")):
+        shutil.copytree(run, run.parent / name)
+        facts = json.loads((run / "metrics.json").read_text()) | {"loss": loss}
+        (run.parent / name / "metrics.json").write_text(json.dumps(facts))
+    out, folders = run.parent / "compared", [str(run.parent / name) for name in ("run", "again", "other")]
+    evaluate([*folders, "--draws", "100", "--out", str(out)])
+    first, second = json.loads((out / "report.json").read_text())["methods"].values()
+    assert (first["runs"], second["runs"]) == (folders[:2], folders[2:])
+    one, two = (found["machines"]["all"]["balanced_accuracy"] for found in (first, second))
+    assert one["runs"] == two["runs"] * 2
+    assert (one["value"], one["low"], one["high"]) == pytest.approx((two["value"], two["low"], two["high"]))
+    assert {"machines.png", "forest_0.png", "forest_1.png"} <= {path.name for path in out.iterdir()}
+
+
+def check_prediction(run: Path, images: Path, out: Path) -> None:
+    """Pictures by the reader of ultrasound: a class, whether it is sure, and how foreign it looks."""
+    predict([str(run), str(images), "--out", str(out)])
+    found = pd.read_csv(out)
+    assert list(found.columns[:5]) == ["file", "class", "probability", "abstain", "foreign"]
+    assert set(found["class"]) <= set(BRAIN)
+    assert found["foreign"].between(0, 1).all()
+    assert len(found) == len(list(images.iterdir()))
 
 
 def test_a_fit_finds_its_splits(places, cache):
