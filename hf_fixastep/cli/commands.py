@@ -65,9 +65,11 @@ GROUPS = {
         "evaluate": Command(
             "cli.evaluate",
             "Test a finished run again, on its data or on others.",
-            "RUN [--key value ...]",
+            "RUN [RUN ...] [--key value ...]",
             "fixastep evaluate runs/quickstart --open_set true",
-            "What is not given here is as in the training.",
+            "What is not given here is as in the training. Data with patients and machines, such as "
+            "fetal_planes, get a report over machines, which calibrates the run for predict; several runs "
+            "are compared, and those of one method averaged.",
         ),
         "predict": Command(
             "cli.predict",

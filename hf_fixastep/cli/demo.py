@@ -10,8 +10,10 @@ from typing import Any
 from transformers.utils import logging
 
 from hf_fixastep.evaluation.classifier import Classifier
+from hf_fixastep.evaluation.foreign import KnownImages
 from hf_fixastep.evaluation.page import build_page, check_address, classify, private_gradio, serve
 from hf_fixastep.runs.arguments import option, parse, positional
+from hf_fixastep.runs.folder import is_medical
 
 
 @dataclass
@@ -41,8 +43,9 @@ def main(argv: list[str]) -> None:
         args, _ = parse((DemoArguments,), options)
         check_address(args.host, args.port)
         classifier = Classifier(words[0], args.revision)
+        known, medical = KnownImages.of(words[0]), is_medical(words[0])
         with private_gradio() as gradio:
-            page = build_page(gradio, words[0], lambda path: classify(classifier, path))
+            page = build_page(gradio, words[0], lambda path: classify(classifier, path, known, medical))
             serve(page, args.host, args.port)
             print(f"{words[0]} is at {page.local_url} until Ctrl-C.", flush=True)
             try:

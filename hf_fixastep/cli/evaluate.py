@@ -1,4 +1,7 @@
-"""fixastep evaluate: test a finished run on its own test split, on other data, or among foreign images."""
+"""fixastep evaluate: test a finished run on its own test split, on other data, or among foreign images.
+
+Data with patients and machines get a report: per machine, with intervals over patients.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,7 @@ from hf_fixastep.runs.arguments import DataArguments, as_words, option, parse, p
 from hf_fixastep.runs.evaluation import FOREIGN, evaluate_open_set, evaluate_split, write_metrics
 from hf_fixastep.runs.folder import RECIPE
 from hf_fixastep.runs.recipe import read_mapping, read_yaml
+from hf_fixastep.runs.sites import ask_run, has_machines, report
 from hf_fixastep.runs.training import load_data
 
 
@@ -26,22 +30,47 @@ class EvaluateArguments:
     split: str = option("test", "labeled, validation or test.")
     open_set: bool = option(False, "Test on foreign images too; split is test then.")
     batch_size: int = option(512, "Images per forward.")
+    out: str | None = option(None, "Machines: folder to write to; by default RUN/report.")
+    coverage: float = option(0.9, "Machines: share of validation images that should be decided.")
+    write_calibration: bool = option(True, "Machines: write to each run what predict needs.")
+    draws: int = option(2000, "Machines: bootstrap samples of patients.")
+    bootstrap_seed: int = option(0, "Machines: seed of the bootstrap.")
 
 
 OPTIONS = {"test": EvaluateArguments, "data": DataArguments}
 
 
-def prepare(argv: list[str]) -> tuple[Path, EvaluateArguments, Any]:
-    """The run, and the data it names unless the command line names others."""
+def prepare(argv: list[str]) -> tuple[list[Path], EvaluateArguments, list[Any]]:
+    """The runs, and the data that each names unless the command line names others."""
     words, options = positional(argv)
-    if len(words) != 1:
+    if not words:
         raise ValueError(
             "The first argument has to be the folder of a finished run, such as runs/quickstart."
         )
-    run, names = Path(words[0]), {f.name for f in dataclasses.fields(DataArguments)}
+    found = [prepare_run(Path(word), options) for word in words]
+    args, data = found[0]
+    if len(found) > 1 and not by_machines(args, data):
+        raise ValueError(
+            f"Found {len(found)} runs, but expected one: several are compared only on test images of data "
+            "with patients and machines."
+        )
+    return [Path(word) for word in words], args, [own for _, own in found]
+
+
+def by_machines(args: EvaluateArguments, data: Any) -> bool:
+    """Whether there is a report over machines."""
+    return not args.open_set and args.split == "test" and has_machines(data["test"])
+
+
+def prepare_run(run: Path, options: list[str]) -> tuple[EvaluateArguments, Any]:
+    names = {f.name for f in dataclasses.fields(DataArguments)}
     recipe = {name: value for name, value in read_yaml(run / RECIPE).items() if name in names}
     known = [word for name, value in recipe.items() for word in (f"--{name}", *as_words(value))]
     data_args, args, _ = parse((DataArguments, EvaluateArguments), [*known, *options])
+    if args.draws < 100:
+        raise ValueError(f"draws is {args.draws}, but an interval needs at least 100.")
+    if not 0 < args.coverage <= 1:
+        raise ValueError(f"coverage is {args.coverage}, but expected a share of images above 0 and up to 1.")
     if args.open_set:
         data_args.dataset_kwargs = {
             **read_mapping("dataset_kwargs", data_args.dataset_kwargs),
@@ -52,12 +81,19 @@ def prepare(argv: list[str]) -> tuple[Path, EvaluateArguments, Any]:
         raise ValueError(
             f"split is {args.split}, but labels are in labeled, validation and test. Choose one of them."
         )
-    return run, args, data
+    return args, data
 
 
 def main(argv: list[str]) -> None:
     try:
-        folder, args, data = prepare(argv)
+        folders, args, sets = prepare(argv)
+        folder, data = folders[0], sets[0]
+        if by_machines(args, data):
+            settings = (args.batch_size, args.coverage, args.write_calibration)
+            runs = [ask_run(run, own, *settings) for run, own in zip(folders, sets, strict=True)]
+            out = Path(args.out or folder / "report")
+            report(runs, data, out, args.draws, args.bootstrap_seed, Console())
+            return
         classifier = Classifier(folder, batch_size=args.batch_size, calibrated=False)  # ranks and classes
     except (OSError, ValueError) as error:
         sys.exit(f"error: {error}")

@@ -44,6 +44,7 @@ HOMEPAGE = "https://zenodo.org/records/3904280"
 TABLE = "FETAL_PLANES_DB_data.csv"
 ADVICE = f"download FETAL_PLANES_ZENODO.zip from {HOMEPAGE}, and give it, or the folder it was extracted to"
 PLANES = ("Fetal abdomen", "Fetal brain", "Fetal femur", "Fetal thorax", "Maternal cervix")
+LONGEST_SIDE = 256  # pixels to which larger images are reduced, if nothing else is asked for
 BRAIN_PLANES = ("Trans-thalamic", "Trans-cerebellum", "Trans-ventricular")
 VALUES = {"plane": (*PLANES, "Other"), "brain_plane": (*BRAIN_PLANES, "Other", "Not A Brain")}
 CSV_COLUMNS = {
@@ -239,11 +240,17 @@ def read_pixels(release: Release, row: int) -> NDArray:
 def to_store(data: bytes, longest_side: int) -> bytes:
     """A grey image: the bytes of the file if they are one that is not too large, otherwise PNG."""
     with PIL.Image.open(io.BytesIO(data), formats=FORMATS) as image:
-        scale = min(1.0, (longest_side or np.inf) / max(image.size))
-        if scale == 1 and image.mode == "L" and image.format in COMPRESSED:
+        width, height = reduced_size(image.size, longest_side)
+        if (width, height) == image.size and image.mode == "L" and image.format in COMPRESSED:
             return data
-        width, height = (max(1, round(scale * side)) for side in image.size)
     return encode(Picture(PIL.Image.fromarray(read_grey(data)), "L", None), (height, width))
+
+
+def reduced_size(size: tuple[int, int], longest_side: int) -> tuple[int, int]:
+    """Width and height of an image that is too large, with its aspect ratio; those of others stay."""
+    scale = min(1.0, (longest_side or np.inf) / max(size))
+    width, height = (max(1, round(scale * side)) for side in size)
+    return width, height
 
 
 # Copies

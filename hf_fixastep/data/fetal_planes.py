@@ -19,6 +19,7 @@ from hf_fixastep.data.fetal_files import (
     ADVICE,
     BRAIN_PLANES,
     HOMEPAGE,
+    LONGEST_SIDE,
     PLANES,
     find_copies,
     find_persons,
@@ -99,7 +100,7 @@ class FetalPlanesConfig(OpenSetConfig):
     labels_per_class: int = 20
     foreign: bool = True
     machine: str | None = None
-    longest_side: int = 256
+    longest_side: int = LONGEST_SIDE
 
     def create_config_id(self, config_kwargs: dict, custom_features: datasets.Features | None = None) -> str:
         """The name of the cache folder, which changes with the settings and the files."""

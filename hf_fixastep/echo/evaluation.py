@@ -10,7 +10,6 @@ heart2heart in the first run.
 from __future__ import annotations
 
 import json
-import math
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -27,18 +26,18 @@ from hf_fixastep.data.images import Images
 from hf_fixastep.data.registry import load_dataset
 from hf_fixastep.echo.files import is_phantom
 from hf_fixastep.echo.report import (
-    LEVEL,
     PHANTOM,
-    SiteResult,
+    TITLES,
+    UNITS,
+    HospitalResult,
     any_phantom,
-    as_numbers,
-    print_tables,
     save_figures,
+    wording,
 )
-from hf_fixastep.evaluation.calibration import Calibration, calibrate, probabilities, write_calibration
+from hf_fixastep.evaluation.calibration import Calibration, calibrate, write_calibration
 from hf_fixastep.evaluation.classifier import Classifier
-from hf_fixastep.evaluation.intervals import confusions, estimate
-from hf_fixastep.evaluation.metrics import balanced_accuracy, calibration_error
+from hf_fixastep.evaluation.report import as_numbers, print_tables
+from hf_fixastep.evaluation.sites import LEVEL, Answers, summarize
 from hf_fixastep.runs.arguments import parse
 from hf_fixastep.runs.folder import RECIPE
 from hf_fixastep.runs.recipe import read_mapping, read_yaml
@@ -76,12 +75,9 @@ class EvaluatedRun:
 
 
 @dataclass
-class SiteLogits:
-    """What one model says about the images of one hospital."""
+class SiteLogits(Answers):
+    """What one model says about the images of one hospital, and their grey levels."""
 
-    logits: np.ndarray  # [N, K]
-    labels: np.ndarray
-    patients: np.ndarray
     intensities: np.ndarray  # [256] pixels of each value
 
 
@@ -146,7 +142,7 @@ def ask(classifier: Classifier, data: Any) -> SiteLogits:
     return SiteLogits(logits, images.labels.numpy(), np.array(data["patient"][:]), intensities)
 
 
-def evaluate_sites(runs: Sequence[EvaluatedRun], args: Heart2HeartArguments) -> list[SiteResult]:
+def evaluate_sites(runs: Sequence[EvaluatedRun], args: Heart2HeartArguments) -> list[HospitalResult]:
     if args.tmed2:
         for run in runs:
             data = load_split("tmed2", "validation", args.tmed2, run.classifier, **run.split)
@@ -158,59 +154,28 @@ def evaluate_sites(runs: Sequence[EvaluatedRun], args: Heart2HeartArguments) -> 
     for run in runs:
         for name, data in load_sites(run, args):
             answers.setdefault(name, []).append(ask(run.classifier, data))
-    return [summarize(name, found, runs, args) for name, found in answers.items()]
+    return [summarize_hospital(name, found, runs, args) for name, found in answers.items()]
 
 
-def summarize(
+def summarize_hospital(
     name: str, answers: Sequence[SiteLogits], runs: Sequence[EvaluatedRun], args: Heart2HeartArguments
-) -> SiteResult:
-    classes = answers[0].logits.shape[1]
-    patients, numbers = np.unique(np.concatenate([each.patients for each in answers]), return_inverse=True)
-    groups = np.split(numbers, np.cumsum([len(each.labels) for each in answers])[:-1])
-    counts = []
-    for each, group in zip(answers, groups, strict=True):
-        found = confusions(predict_classes(each, args.present_only), each.labels, group, classes)
-        # patients that this run did not see may be missing at the end
-        counts.append(np.pad(found, ((0, len(patients) - len(found)), (0, 0), (0, 0))))
-    errors, decided = calibration_numbers(answers, runs, args.present_only)
-    return SiteResult(
+) -> HospitalResult:
+    phantom = is_phantom(getattr(args, name.removesuffix("_matched")))
+    found = summarize(
         name,
-        is_phantom(getattr(args, name.removesuffix("_matched"))),
-        [len(each.labels) for each in answers],
-        len(patients),
-        np.stack([own.sum(0) for own in counts]),
-        estimate(counts, args.draws, LEVEL, args.seed),
-        errors,
-        decided,
-        answers[0].intensities,
+        TITLES[name] + " (phantom)" * phantom,
+        answers,
+        [run.calibration for run in runs],
+        present_only=args.present_only,
+        draws=args.draws,
+        seed=args.seed,
+        unit=UNITS.get(name, "patients"),
     )
-
-
-def predict_classes(answers: SiteLogits, present_only: bool) -> np.ndarray:
-    present = np.isin(np.arange(answers.logits.shape[1]), answers.labels)
-    return np.where(present | (not present_only), answers.logits, -np.inf).argmax(-1)
-
-
-def calibration_numbers(
-    answers: Sequence[SiteLogits], runs: Sequence[EvaluatedRun], present_only: bool
-) -> tuple[list[float], list[float] | None]:
-    """Calibration error before and after the temperature; share of images decided, and accuracy on these."""
-    errors, decided = [], []
-    for each, run in zip(answers, runs, strict=True):
-        plain = probabilities(each.logits)
-        scaled = probabilities(each.logits, run.calibration.temperature) if run.calibration else plain
-        errors.append([calibration_error(shares, each.labels) for shares in (plain, scaled)])
-        if run.calibration is not None:
-            kept = scaled.max(-1) >= run.calibration.abstain_below
-            chosen = predict_classes(each, present_only)[kept]
-            right = balanced_accuracy(chosen, each.labels[kept]) if kept.any() else math.nan
-            decided.append([kept.mean(), right])
-    means = [float(value) for value in np.mean(errors, 0)]
-    return means, [float(value) for value in np.mean(decided, 0)] if len(decided) == len(runs) else None
+    return HospitalResult(**vars(found), phantom=phantom, intensities=answers[0].intensities)
 
 
 def describe(
-    results: Sequence[SiteResult], runs: Sequence[EvaluatedRun], args: Heart2HeartArguments
+    results: Sequence[HospitalResult], runs: Sequence[EvaluatedRun], args: Heart2HeartArguments
 ) -> dict[str, Any]:
     """Everything that goes into heart2heart.json."""
     classes = runs[0].classifier.classes
@@ -222,7 +187,9 @@ def describe(
         "present_only": args.present_only,
         "bootstrap": {"over": "patients", "draws": args.draws, "level": LEVEL, "seed": args.seed},
         "calibration": {str(run.folder): run.calibration and asdict(run.calibration) for run in runs},
-        "sites": {result.name: as_numbers(result, classes) for result in results},
+        "sites": {
+            result.name: as_numbers(result, classes) | {"phantom": result.phantom} for result in results
+        },
     }
 
 
@@ -240,5 +207,7 @@ def main(argv: list[str]) -> None:
     figures = save_figures(results, numbers["classes"], out)
     console = Console()
     source = f"mean of {len(runs)} runs" if len(runs) > 1 else str(runs[0].folder)
-    print_tables(results, source, numbers["classes"], console)
+    print_tables(results, source, numbers["classes"], console, wording(results))
+    if any_phantom(results):
+        console.print(PHANTOM, soft_wrap=True)
     console.print(f"{out}: heart2heart.json, {', '.join(figure.name for figure in figures)}", soft_wrap=True)

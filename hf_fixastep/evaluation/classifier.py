@@ -20,6 +20,7 @@ from hf_fixastep.data.views import Views
 from hf_fixastep.evaluation import calibration
 from hf_fixastep.hub.client import reason
 from hf_fixastep.hub.loading import load_network
+from hf_fixastep.step.forwards import head_inputs
 
 
 class Classifier:
@@ -101,6 +102,17 @@ class Classifier:
             self.model(pixel_values=batch).logits.double().cpu().numpy() for batch in self.batches(images)
         ]
         return np.concatenate([np.empty((0, len(self.classes))), *answers])
+
+    @torch.inference_mode()
+    def logits_and_features(self, images: Tensor | Iterable[PIL.Image.Image]) -> tuple[NDArray, NDArray]:
+        """float64 [N, K], and float32 [N, D] that the classification head gets, in one forward."""
+        logits: list[NDArray] = [np.empty((0, len(self.classes)))]
+        features: list[NDArray] = []
+        for batch in self.batches(images):
+            with head_inputs(self.model, len(self.classes)) as seen:
+                logits.append(self.model(pixel_values=batch).logits.double().cpu().numpy())
+            features.append(seen[0].float().cpu().numpy())
+        return np.concatenate(logits), np.concatenate(features) if features else np.empty((0, 0))
 
     def probabilities(self, images: Tensor | Iterable[PIL.Image.Image]) -> NDArray:
         """float64 [N, K], after the temperature of the model if it has one."""

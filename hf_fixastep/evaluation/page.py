@@ -17,8 +17,11 @@ from numpy.typing import NDArray
 from hf_fixastep.data.files import UnreadableImage, read_picture
 from hf_fixastep.evaluation.calibration import Calibration
 from hf_fixastep.evaluation.classifier import Classifier
+from hf_fixastep.evaluation.foreign import KnownImages
+from hf_fixastep.evaluation.prediction import RESEARCH, judge
 
 
+FOREIGN = 0.95  # share of known images that has to look more known, for a warning
 ROWS = 10  # classes shown
 LARGEST, SMALLEST = 1024, 360  # pixels of the image shown
 UPLOADS_KEPT = (60, 300)  # how often they are deleted, and from which age on, in seconds
@@ -47,8 +50,18 @@ def percent(share: float) -> str:
     return f"{100 * share:.1f} %"
 
 
-def show(values: NDArray, names: list[str], calibration: Calibration | None) -> str:
-    """HTML of the classes by probability, and of how sure the model is."""
+def show(
+    values: NDArray,
+    names: list[str],
+    calibration: Calibration | None,
+    foreign: float | None = None,
+    medical: bool = False,
+) -> str:
+    """HTML of the classes by probability, and of how sure the model is.
+
+    Args:
+        foreign: how foreign the image looks, as `KnownImages.foreignness` has it.
+    """
     classes = np.argsort(-values, kind="stable")
     values = values[classes]
     rows = "".join(
@@ -68,16 +81,28 @@ def show(values: NDArray, names: list[str], calibration: Calibration | None) -> 
             flag = f"<p class='flag'><b>Not sure</b>: {flag}.</p>"
     if len(names) > ROWS:
         note = f"{len(names) - ROWS} more classes share {percent(float(values[ROWS:].sum()))}. {note}"
+    if foreign is not None:
+        words = f"{percent(foreign)} of the held-out images of known classes look more like the labeled ones"
+        if foreign >= FOREIGN:
+            flag += f"<p class='flag'><b>Maybe none of these classes</b>: {words}.</p>"
+        else:
+            note = f"{note} {words}."
+    if medical:
+        note = f"{note} {RESEARCH}"
     return f"{flag}<table>{rows}</table><p class='note'>{note}</p>"
 
 
-def classify(classifier: Classifier, path: str) -> tuple[PIL.Image.Image | None, str]:
+def classify(
+    classifier: Classifier, path: str, known: KnownImages | None = None, medical: bool = False
+) -> tuple[PIL.Image.Image | None, str]:
     """The image in a file, as the model gets it but for its size, and the result as HTML."""
     try:
         image = read_picture(path).image
     except UnreadableImage as error:
         return None, f"<p class='flag'>This file cannot be classified: {escape(str(error))}.</p>"
-    result = show(classifier.probabilities([image])[0], classifier.classes, classifier.calibration)
+    shares, foreign = judge(classifier, [image], known)
+    look = None if foreign is None else float(foreign[0])
+    result = show(shares[0], classifier.classes, classifier.calibration, look, medical)
     return for_display(image), result
 
 

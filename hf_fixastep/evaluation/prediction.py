@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,13 @@ from tqdm import tqdm
 
 from hf_fixastep.data.files import UnreadableImage, read_picture
 from hf_fixastep.data.listings import Listing, is_table, list_unlabeled
+from hf_fixastep.evaluation.calibration import probabilities
 from hf_fixastep.evaluation.classifier import Classifier
+from hf_fixastep.evaluation.foreign import KnownImages
+
+
+RESEARCH = "For research only: not a medical device."
+File = tuple[str, Callable[[], Sequence[PIL.Image.Image]]]  # its name, and what reads its frames
 
 
 @dataclass
@@ -33,30 +40,60 @@ def find_images(source: str) -> Listing:
     return list_unlabeled("input", source, None)
 
 
-def predict(classifier: Classifier, listing: Listing) -> Predictions:
-    """Class and probabilities of each file; `abstain` where the calibration of the model says so."""
-    found, names = Predictions(), list[str]()
+def picture_files(listing: Listing) -> list[File]:
+    return [(listing.shown(row), partial(read_still, listing.path(row))) for row in range(len(listing))]
+
+
+def read_still(path: str) -> list[PIL.Image.Image]:
+    return [read_picture(path).image]
+
+
+def predict(classifier: Classifier, files: Sequence[File], known: KnownImages | None = None) -> Predictions:
+    """Class and probabilities of each file, or of each frame where a file has several.
+
+    `abstain` says where the calibration of the model makes it not sure, and `foreign` how foreign an image
+    looks, as `KnownImages.foreignness` has it.
+    """
+    found, names = Predictions(), list[tuple[str, int]]()
 
     def pictures() -> Iterator[PIL.Image.Image]:  # one at a time: photographs are large
-        for row in tqdm(range(len(listing)), "Reading files", unit="file"):
+        for name, read in tqdm(files, "Reading files", unit="file"):
             try:
-                image = read_picture(listing.path(row)).image
+                frames = read()
             except UnreadableImage as error:
-                found.skipped.append({"file": listing.shown(row), "reason": str(error)})
-            else:
-                names.append(listing.shown(row))
-                yield image
+                found.skipped.append({"file": name, "reason": str(error)})
+                continue
+            for number, frame in enumerate(frames):
+                names.append((name, number))
+                yield frame
 
-    shares = classifier.probabilities(pictures())
-    found.images = [answer(classifier, name, row) for name, row in zip(names, shares, strict=True)]
+    shares, foreign = judge(classifier, pictures(), known)
+    several = any(number for _, number in names)
+    for at, (name, number) in enumerate(names):
+        start = {"file": name, **({"frame": number} if several else {})}
+        look = None if foreign is None else float(foreign[at])
+        found.images.append(start | answer(classifier, shares[at], look))
     return found
 
 
-def answer(classifier: Classifier, name: str, shares: NDArray) -> dict[str, Any]:
+def judge(
+    classifier: Classifier, images: Iterable[PIL.Image.Image], known: KnownImages | None
+) -> tuple[NDArray, NDArray | None]:
+    """Probabilities [N, K] after the model's temperature, and how foreign each image looks, [N]."""
+    if known is None:
+        return classifier.probabilities(images), None
+    logits, features = classifier.logits_and_features(images)
+    temperature = classifier.calibration.temperature if classifier.calibration else 1.0
+    return probabilities(logits, temperature), known.foreignness(features)
+
+
+def answer(classifier: Classifier, shares: NDArray, foreign: float | None) -> dict[str, Any]:
     best = int(shares.argmax())
-    row = {"file": name, "class": classifier.classes[best], "probability": shares[best]}
+    row = {"class": classifier.classes[best], "probability": shares[best]}
     if classifier.calibration is not None:
         row["abstain"] = bool(shares[best] < classifier.calibration.abstain_below)
+    if foreign is not None:
+        row["foreign"] = foreign
     return row | {
         f"probability_{name}": share for name, share in zip(classifier.classes, shares, strict=True)
     }

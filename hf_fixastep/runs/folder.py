@@ -66,3 +66,10 @@ class RunFolder:
     @property
     def medical(self) -> bool:
         return bool(self.metrics.get("dataset", {}).get("medical"))
+
+
+def is_medical(folder: str | Path) -> bool:
+    """Whether the metrics beside a model say that it is of medical data; False where there are none."""
+    path = Path(folder) / METRICS
+    facts = json.loads(path.read_text()) if path.is_file() else {}
+    return bool(facts.get("dataset", {}).get("medical"))

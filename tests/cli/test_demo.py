@@ -103,6 +103,15 @@ def test_a_model_without_calibration_says_so_and_is_never_uncertain():
     ]
 
 
+def test_an_image_that_looks_foreign_gets_a_warning_and_others_a_note():
+    words = "of the held-out images of known classes look more like the labeled ones."
+    page = demo_page.show(np.array([0.9, 0.1]), ["cat", "dog"], None, foreign=0.96)
+    assert Text(page).parts[0] == f"Maybe none of these classes: 96.0 % {words}"
+    page = demo_page.show(np.array([0.9, 0.1]), ["cat", "dog"], None, foreign=0.25, medical=True)
+    end = "For research only: not a medical device."
+    assert Text(page).parts[-1] == f"These probabilities were not calibrated. 25.0 % {words} {end}"
+
+
 def test_names_of_classes_stay_text():
     page = Text(demo_page.show(np.full(len(HOSTILE), 0.1), HOSTILE, None))
     assert page.tags == {"table", "tr", "td", "div", "p"}

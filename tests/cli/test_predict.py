@@ -14,6 +14,8 @@ from PIL import Image
 from hf_fixastep.cli import predict
 from hf_fixastep.evaluation.calibration import Calibration, write_calibration
 from hf_fixastep.evaluation.classifier import Classifier
+from hf_fixastep.evaluation.foreign import KnownImages
+from tests.echo.test_dicom import clip_of, dicom, encoded
 from tests.short_runs import tiny_processor, tiny_vit
 
 
@@ -106,6 +108,35 @@ def test_echo_models_and_echo_files_go_to_the_echo_reader(sign, model, photos, t
         "--out": "views.csv",
         "--mask": "false",
     }
+
+
+def test_a_model_of_fetal_planes_takes_dicom_and_pictures_and_tells_foreign_images(
+    model, photos, tmp_path, capsys
+):
+    folder, source = tmp_path / "planes", tmp_path / "in"
+    folder.mkdir()
+    source.mkdir()
+    for path in model.iterdir():
+        (folder / path.name).write_bytes(path.read_bytes())
+    set_config(folder, id2label=dict(enumerate(["Trans-thalamic", "Trans-cerebellum", "Trans-ventricular"])))
+    pictures, _ = clip_of(2, (120, 160))
+    (source / "IM0001").write_bytes(encoded(dicom(pictures)))
+    (source / "0.png").write_bytes((photos / "0.png").read_bytes())
+    own = Classifier(folder).logits_and_features([Image.open(photos / "deep/1.png")])[1]
+    KnownImages.fit(own, np.concatenate([own, -own])).write(folder)
+    predict.main([str(folder), str(source), "--out", str(tmp_path / "out.csv")])
+    found = pd.read_csv(tmp_path / "out.csv").set_index(["file", "frame"])
+    assert sorted(found.index) == [("0.png", 0), ("IM0001", 0), ("IM0001", 1)]
+    frame = Image.fromarray(pictures[1]).convert("L")
+    shares = Classifier(folder).probabilities([frame])[0]
+    row = found.loc[("IM0001", 1)]
+    assert list(row[[f"probability_{name}" for name in Classifier(folder).classes]]) == pytest.approx(
+        list(shares), abs=0.02
+    )
+    assert set(found["foreign"]) <= {0.0, 0.5, 1.0}
+    text = capsys.readouterr().out
+    assert "2 files used, 0 skipped" in text
+    assert "not a medical device" in text
 
 
 @pytest.mark.parametrize(

@@ -1,179 +1,27 @@
-"""FETAL_PLANES_DB, from a small release with its quirks, and from the real one where it is at hand."""
+"""Splits of FETAL_PLANES_DB, from a small release and from the real one where it is at hand."""
 
 import io
-import itertools
 import json
-import zipfile
+import shutil
 from collections import Counter, defaultdict
 from pathlib import Path
 
 import datasets
 import numpy as np
+import pandas as pd
 import PIL.Image
 import pyarrow.parquet as pq
 import pytest
+from sklearn.metrics import balanced_accuracy_score
 
 from hf_fixastep.cli.evaluate import main as evaluate
+from hf_fixastep.cli.predict import main as predict
 from hf_fixastep.data import export_dataset, folder_report, list_datasets, load_dataset
-from hf_fixastep.data.fetal_files import difference_hash, find_persons, group_hashes
 from hf_fixastep.data.fetal_planes import FetalPlanes, draw
 from hf_fixastep.data.registry import dataset_card
 from hf_fixastep.features.fit_data import load_named
 from hf_fixastep.runs.training import main as train
-
-
-ROOT = Path(__file__).parents[2]
-REAL = ROOT.parent / "shared/data/fetal_planes"
-PLANES = ["Fetal abdomen", "Fetal brain", "Fetal femur", "Fetal thorax", "Maternal cervix"]
-BRAIN = ["Trans-thalamic", "Trans-cerebellum", "Trans-ventricular"]
-SPLITS = ["labeled", "unlabeled", "validation", "test", "unseen_foreign"]
-HEADER = "Image_name;Patient_num;Plane;Brain_plane;Operator;US_Machine;Train "  # with a space, as released
-TRAIN, TEST = range(1, 31), range(31, 41)  # patients
-TWINS = {"2", "3"}  # one examination under two numbers
-
-
-def png(pixels: np.ndarray, compress_level: int = 6) -> bytes:
-    file = io.BytesIO()
-    PIL.Image.fromarray(pixels).save(file, "PNG", compress_level=compress_level)
-    return file.getvalue()
-
-
-def make_rows() -> list[dict]:
-    """A row per image; no two files have the same bytes, which tell the rows of a built set."""
-    random = np.random.default_rng(0)
-    rows = []
-
-    def add(patient: int, plane: str, brain: str, pixels: np.ndarray, compress_level: int = 6) -> None:
-        number = sum(row["patient"] == str(patient) for row in rows) + 1
-        rows.append(
-            {
-                "name": f"Patient{patient:05}_Plane_{number}",
-                "patient": str(patient),
-                "plane": plane,
-                "brain": brain,
-                "operator": f"Op. {patient % 3}",
-                "machine": "Aloka" if patient % 2 else "Voluson E6",
-                "train": patient in TRAIN,
-                "bytes": png(pixels, compress_level),
-            }
-        )
-
-    def noise() -> np.ndarray:
-        return random.integers(0, 256, (40, 50), dtype=np.uint8)
-
-    for patient in (*TRAIN, *TEST):
-        for plane in (*PLANES, "Other"):
-            brains = [*BRAIN, "Other"] if plane == "Fetal brain" else ["Not A Brain"]
-            for brain in brains:
-                add(patient, plane, brain, noise())
-    add(2, "Fetal femur", "Not A Brain", shared := noise())
-    near = shared.copy()
-    near[3, 3] ^= 1
-    add(3, "Fetal femur", "Not A Brain", near)
-    for patient in (4, 5, *TEST[:2]):  # copies with two planes
-        add(patient, "Fetal thorax", "Not A Brain", twice := noise())
-        add(patient, "Other", "Not A Brain", twice, 1)
-    for patient in TRAIN:  # copies with one
-        add(patient, "Maternal cervix", "Not A Brain", twice := noise())
-        add(patient, "Maternal cervix", "Not A Brain", twice, 1)
-    return rows
-
-
-ROWS = make_rows()
-BY_BYTES = {row["bytes"]: row for row in ROWS}
-# The names of images of which there is a copy with another plane.
-UNCLEAR = {
-    row["name"]
-    for row in ROWS
-    if (row["patient"] in ("4", "5", "31", "32"))
-    and int(row["name"].rpartition("_")[2]) in (10, 11)  # after nine others
-}
-
-
-def write_table(folder: Path, lines: list[str], encoding: str = "utf-8") -> None:
-    (folder / "FETAL_PLANES_DB_data.csv").write_text("\n".join(lines) + "\n", encoding=encoding)
-
-
-def table(rows: list[dict] = ROWS) -> list[str]:
-    columns = ("name", "patient", "plane", "brain", "operator", "machine")
-    return [HEADER, *(";".join(row[c] for c in columns) + f";{int(row['train'])}" for row in rows)]
-
-
-def write_folder(folder: Path) -> Path:
-    (folder / "Images").mkdir(parents=True)
-    for row in ROWS:
-        (folder / "Images" / f"{row['name']}.png").write_bytes(row["bytes"])
-    write_table(folder, table())
-    return folder
-
-
-def write_parquet(folder: Path, rows: list[dict] = ROWS, **changes) -> Path:
-    names = {
-        "label": sorted({row["plane"] for row in ROWS}),
-        "brain_plane": sorted({r["brain"] for r in ROWS}),
-    }
-    features = {
-        "image": datasets.Image(),
-        "label": datasets.ClassLabel(names=names["label"]),
-        "brain_plane": datasets.ClassLabel(names=names["brain_plane"]),
-        "patient": datasets.Value("int64"),
-        "operator": datasets.Value("string"),
-        "machine": datasets.Value("string"),
-    }
-    (folder / "data").mkdir(parents=True)
-    for side in ("train", "test"):
-        part = [row for row in rows if row["train"] == (side == "train")]
-        columns = {
-            "image": [{"bytes": row["bytes"], "path": f"{row['name']}.jpg"} for row in part],
-            "label": [row["plane"] for row in part],
-            "brain_plane": [row["brain"] for row in part],
-            "patient": [int(row["patient"]) for row in part],
-            "operator": [row["operator"] for row in part],
-            "machine": [row["machine"] for row in part],
-        }
-        half = len(part) // 2
-        for shard, rows_of in enumerate((slice(half), slice(half, None))):
-            data = datasets.Dataset.from_dict(
-                {name: values[rows_of] for name, values in columns.items()},
-                features=datasets.Features(features),
-            )
-            for column, change in changes.items():
-                data = change(data, column)
-            data.to_parquet(folder / "data" / f"{side}-{shard:05}-of-00002.parquet")
-    return folder
-
-
-@pytest.fixture(scope="module")
-def places(tmp_path_factory) -> dict[str, Path]:
-    """The release in its three forms."""
-    folder = write_folder(tmp_path_factory.mktemp("release") / "FETAL_PLANES_ZENODO")
-    archive = folder.parent / "zipped" / "FETAL_PLANES_ZENODO.zip"
-    archive.parent.mkdir()
-    with zipfile.ZipFile(archive, "w") as zipped:
-        for path in sorted(folder.rglob("*")):
-            if path.is_file():
-                zipped.write(path, path.relative_to(folder))
-    return {"folder": folder, "zip": archive, "parquet": write_parquet(folder.parent / "parquet")}
-
-
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory) -> Path:
-    return tmp_path_factory.mktemp("cache")
-
-
-@pytest.fixture
-def load(places, cache):
-    def load_here(config: str = "planes", source: str = "folder", labels_per_class: int = 3, **settings):
-        return load_dataset(
-            "fetal_planes",
-            config,
-            labels_per_class=labels_per_class,
-            data_dir=places[source],
-            cache_dir=cache,
-            **settings,
-        )
-
-    return load_here
+from tests.data.fetal_release import BRAIN, BY_BYTES, PLANES, REAL, ROOT, ROWS, SPLITS, TRAIN, TWINS, UNCLEAR
 
 
 def rows_of(split: datasets.Dataset) -> list[dict]:
@@ -184,21 +32,6 @@ def rows_of(split: datasets.Dataset) -> list[dict]:
 
 def names_of(split: datasets.Dataset) -> list[str]:
     return [row["name"] for row in rows_of(split)]
-
-
-def contents(data) -> dict[str, list]:
-    return {
-        name: [
-            tuple(str(row[column]) for column in sorted(row))
-            for row in part.cast_column("image", datasets.Image(decode=False))
-        ]
-        for name, part in data.items()
-    }
-
-
-@pytest.mark.parametrize("source", ["zip", "parquet"])
-def test_every_form_of_the_release_gives_the_same_splits(load, source):
-    assert contents(load(source=source)) == contents(load())
 
 
 @pytest.mark.parametrize(("config", "classes"), [("planes", PLANES), ("brain", BRAIN)])
@@ -293,18 +126,6 @@ def test_the_report_counts_classes_of_the_pile_for_an_analysis(load):
     assert sorted(used + report["left_out"]) == sorted(row["name"] for row in ROWS)
 
 
-def test_an_edited_file_is_built_anew(tmp_path, cache):
-    folder = write_folder(tmp_path / "release")
-
-    def build():
-        return load_dataset("fetal_planes", labels_per_class=2, data_dir=folder, cache_dir=cache)
-
-    first = build()
-    assert build()["test"].cache_files == first["test"].cache_files
-    write_table(folder, table([row for row in ROWS if row["patient"] != "40"]))
-    assert "40" not in build()["test"]["patient"][:]
-
-
 def test_streaming_gives_the_same_rows(load):
     built, streamed = load(), load(streaming=True)
     rows = list(streamed["labeled"])
@@ -314,63 +135,7 @@ def test_streaming_gives_the_same_rows(load):
     assert next(iter(streamed["unlabeled"])).keys() == {"image", "patient", "machine", "operator"}
 
 
-def test_images_become_grey_and_not_larger_than_asked_for(tmp_path, cache):
-    folder = write_folder(tmp_path / "release")
-    large = np.random.default_rng(1).integers(0, 256, (300, 600), dtype=np.uint8)
-    coloured = PIL.Image.fromarray(large).convert("RGBA")
-    row = next(row for row in ROWS if row["patient"] == "33" and row["plane"] == "Fetal femur")
-    coloured.save(folder / "Images" / f"{row['name']}.png")
-
-    def find(**settings) -> PIL.Image.Image:
-        data = load_dataset("fetal_planes", labels_per_class=2, data_dir=folder, cache_dir=cache, **settings)
-        places = [
-            at
-            for at, name in enumerate(data["test"]["patient"])
-            if name == "33" and data["test"]["label"][at] == 2
-        ]
-        return data["test"][places[0]]["image"]
-
-    assert (find().mode, find().size) == ("L", (256, 128))
-    assert find(longest_side=100).size == (100, 50)
-    kept = find(longest_side=0)
-    assert np.array_equal(np.asarray(kept), large)
-
-
-# Copies and the draw, on numbers
-
-
-def test_a_difference_hash_tells_where_it_gets_brighter():
-    pixels = np.zeros((16, 17), np.uint8)
-    pixels[2, 5] = 9
-    assert np.flatnonzero(difference_hash(pixels)).tolist() == [2 * 16 + 4]
-    assert np.array_equal(
-        difference_hash(np.kron(pixels, np.ones((20, 30), np.uint8))), difference_hash(pixels)
-    )
-
-
-def test_hashes_are_grouped_as_by_comparing_all_of_them():
-    random = np.random.default_rng(2)
-    hashes = random.random((60, 256)) < 0.5
-    for row in range(1, 60, 2):  # a relative of the one before, 0 to 9 bits away
-        hashes[row] = hashes[row - 1]
-        flipped = random.permutation(256)[: row % 10]
-        hashes[row, flipped] ^= True
-    hashes[59] = hashes[57]
-    found = group_hashes(hashes)
-    near = (hashes[:, None] != hashes[None]).sum(2) <= 4
-    groups = [{row} for row in range(60)]
-    for one, other in itertools.combinations(range(60), 2):
-        if near[one, other] and groups[one] is not groups[other]:
-            joined = groups[one] | groups[other]
-            for row in joined:
-                groups[row] = joined
-    assert [set(np.flatnonzero(found == found[row])) for row in range(60)] == groups
-
-
-def test_patients_with_a_copy_in_common_are_one_person():
-    persons = find_persons(np.array(["a", "a", "b", "c", "c", "d"]), np.array([0, 1, 2, 1, 3, 4]))
-    assert persons[0] == persons[1] == persons[3] == persons[4]
-    assert len(set(persons)) == 3
+# The draw, on numbers
 
 
 def draw_toy(seed: int, **changes):
@@ -423,161 +188,6 @@ def test_training_images_with_a_copy_in_the_test_are_left_out():
         assert 120 in parts["test"]
 
 
-# Bad input
-
-
-def change_row(number: int, **values) -> list[str]:
-    rows = [dict(row) for row in ROWS]
-    rows[number] |= values
-    return table(rows)
-
-
-@pytest.mark.parametrize(
-    ("lines", "encoding", "sentence"),
-    [
-        (
-            [line.replace(";", ",") for line in table()],
-            "utf-8",
-            "has ',' between the columns, but expected ';'",
-        ),
-        (
-            [line.replace(";", "\t") for line in table()],
-            "utf-8",
-            r"has '\t' between the columns, but expected ';'",
-        ),
-        (table(), "utf-16", "cannot be read as UTF-8 text"),
-        (table(), "utf-16-le", "is not UTF-8 text, as it has bytes of 0"),
-        (change_row(0, operator="Jordi Fernández"), "latin-1", "cannot be read as UTF-8 text"),
-        (
-            [HEADER.replace("US_Machine", "Machine"), *table()[1:]],
-            "utf-8",
-            "but expected one called US_Machine",
-        ),
-        ([HEADER], "utf-8", "has no rows"),
-        (change_row(4, patient=""), "utf-8", "Row 5 of"),
-        (change_row(0, plane="Foetal abdomen"), "utf-8", "Unknown plane in"),
-        (change_row(0, plane="Foetal abdomen"), "utf-8", "'Foetal abdomen'. Did you mean Fetal abdomen?"),
-        (change_row(0, brain="Trans-lunar"), "utf-8", "Unknown brain plane in"),
-        ([*table()[:-1], table()[-1][:-1] + "2"], "utf-8", f"Row {len(ROWS)} of"),
-        (
-            change_row(0, patient="40"),
-            "utf-8",
-            "patients among both the training and the test images, such as patient 40, but expected none",
-        ),
-        ([*table(), table()[1]], "utf-8", "2 times: keep one row for each file"),
-        (
-            change_row(0, name="Patient00001_Plane_77"),
-            "utf-8",
-            "names 1 images that are not in Images/, such as Images/Patient00001_Plane_77.png",
-        ),
-    ],
-)
-def test_a_wrong_table_is_refused_in_one_sentence(tmp_path, places, lines, encoding, sentence):
-    (tmp_path / "Images").symlink_to(places["folder"] / "Images")
-    write_table(tmp_path, lines, encoding)
-    with pytest.raises((ValueError, FileNotFoundError)) as error:
-        load_dataset("fetal_planes", data_dir=tmp_path, cache_dir=tmp_path / "cache")
-    assert sentence in str(error.value)
-    assert str(error.value).endswith(".")
-    assert "\n" not in str(error.value)
-
-
-def drop(data: datasets.Dataset, column: str) -> datasets.Dataset:
-    return data.remove_columns(column)
-
-
-def misname(data: datasets.Dataset, column: str) -> datasets.Dataset:
-    names = ["Foetal brain", *data.features[column].names[1:]]
-    return data.cast_column(column, datasets.ClassLabel(names=names))
-
-
-def both_sides(data: datasets.Dataset, column: str) -> datasets.Dataset:
-    return data.map(lambda row: {column: 7 if row[column] in (7, 33) else row[column]})
-
-
-@pytest.mark.parametrize(
-    ("changes", "sentence"),
-    [
-        ({"machine": drop}, "but expected encoded images in image, and label, brain_plane, patient"),
-        ({"image": drop}, "but expected encoded images in image, and label, brain_plane, patient"),
-        ({"label": misname}, "'Foetal brain'. Did you mean Fetal brain?"),
-        ({"patient": both_sides}, "such as patient 7, but expected none"),
-    ],
-)
-def test_wrong_parquet_files_are_refused_in_one_sentence(tmp_path, changes, sentence):
-    folder = write_parquet(tmp_path / "parquet", ROWS, **changes)
-    with pytest.raises(ValueError, match="parquet") as error:
-        load_dataset("fetal_planes", data_dir=folder, cache_dir=tmp_path / "cache")
-    assert sentence in str(error.value)
-
-
-def wrong_files(folder: Path) -> dict[str, tuple[Path, str]]:
-    """A data_dir of each kind that is refused, and what is said."""
-    half = write_parquet(folder / "half")
-    for path in (half / "data").glob("test-*"):
-        path.unlink()
-    broken = write_parquet(folder / "broken")
-    path = broken / "data" / "train-00000-of-00002.parquet"
-    path.write_bytes(path.read_bytes()[:1000])
-    (folder / "empty").mkdir()
-    (folder / "photo.png").write_bytes(ROWS[0]["bytes"])
-    (folder / "set.zip").write_bytes(b"no zip file")
-    image = write_folder(folder / "image") / "Images" / f"{ROWS[5]['name']}.png"
-    image.write_bytes(b"words")
-    return {
-        "half": (half, "has no parquet file of the test images"),
-        "broken": (broken, "is no complete parquet file"),
-        "empty": (folder / "empty", "holds neither FETAL_PLANES_DB_data.csv nor parquet files"),
-        "photo": (folder / "photo.png", "holds neither FETAL_PLANES_DB_data.csv nor parquet files"),
-        "zip": (folder / "set.zip", "cannot be read as a zip file"),
-        "nowhere": (folder / "nowhere", "There is no folder"),
-        "image": (folder / "image", f"The image {ROWS[5]['name']} cannot be read: it is no image of a known"),
-    }
-
-
-@pytest.mark.parametrize("kind", ["half", "broken", "empty", "photo", "zip", "nowhere", "image"])
-def test_wrong_files_are_refused_in_one_sentence(tmp_path, kind):
-    place, sentence = wrong_files(tmp_path)[kind]
-    with pytest.raises((ValueError, FileNotFoundError)) as error:
-        load_dataset("fetal_planes", data_dir=place, cache_dir=tmp_path / "cache")
-    assert sentence in str(error.value)
-    assert str(error.value).endswith(".")
-
-
-@pytest.mark.parametrize(
-    ("settings", "sentence"),
-    [
-        (
-            {"labels_per_class": 25},
-            r"^labels_per_class is 25, but the training patients have 2\d different images of "
-            r"Fetal \w+ outside validation: choose at most 2\d\.$",
-        ),
-        (
-            {"labels_per_class": 0},
-            r"^labels_per_class is 0, but expected a whole number from 1 to 4294967295\.$",
-        ),
-        ({"labels_per_class": 2.5}, r"^labels_per_class is 2\.5, but expected a whole number"),
-        ({"seed": -1}, r"^seed is -1, but expected a whole number from 0"),
-        ({"longest_side": -5}, r"^longest_side is -5, but expected a whole number from 0"),
-        ({"machine": "aloka"}, r"^Unknown machine 'aloka'\..* Choose one of Aloka, Voluson E6\.$"),
-        (
-            {"machine": "Aloka", "labels_per_class": 20},
-            r"the training patients of this machine have \d+ different",
-        ),
-    ],
-)
-def test_wrong_settings_are_refused_in_one_sentence(load, settings, sentence):
-    with pytest.raises(ValueError, match=sentence):
-        load(**settings)
-
-
-def test_without_files_it_is_told_where_to_get_them(cache):
-    with pytest.raises(
-        ValueError, match=r"^fetal_planes needs data_dir=.*download FETAL_PLANES_ZENODO\.zip from"
-    ):
-        load_dataset("fetal_planes", cache_dir=cache)
-
-
 # What data sets by name can do
 
 
@@ -616,6 +226,64 @@ def test_a_network_is_trained_and_tested_among_foreign_images(places, cache, tmp
     assert (found["name"], found["config"], found["medical"]) == ("fetal_planes", "brain", True)
     evaluate([str(tmp_path / "run"), "--open_set", "true"])
     assert "auroc_unseen_foreign_energy" in (tmp_path / "run" / "evaluation_open_set.json").read_text()
+    check_report(
+        tmp_path / "run", load_dataset("fetal_planes", "brain", labels_per_class=2, data_dir=places["zip"])
+    )
+    check_prediction(tmp_path / "run", places["folder"] / "Images", tmp_path / "planes.csv")
+
+
+def check_report(run: Path, data) -> None:
+    """Per machine against scikit-learn, and AUROCs against those of --open_set."""
+    evaluate([str(run), "--draws", "100"])
+    found = json.loads((run / "report" / "report.json").read_text())
+    (of_run,) = found["methods"].values()
+    answers = pd.read_csv(run / "test_predictions.csv")
+    machines = np.array(data["test"]["machine"])
+    for name, machine in (("all", None), ("aloka", "Aloka"), ("voluson_e6", "Voluson E6")):
+        rows = answers[[machine in (None, own) for own in machines]]
+        expected = balanced_accuracy_score(rows["label"], rows["prediction"])
+        numbers = of_run["machines"][name]
+        assert numbers["balanced_accuracy"]["value"] == pytest.approx(expected)
+        assert np.sum(numbers["confusion"]) == len(rows) == numbers["images"][0]
+    open_set = json.loads((run / "evaluation_open_set.json").read_text())
+    for score in ("max_probability", "energy"):
+        area = of_run["auroc"][score]["all"]["value"]
+        assert area == pytest.approx(open_set[f"auroc_unseen_foreign_{score}"], abs=0.02)
+    assert {"nearest_labeled", "nearest_class"} <= of_run["auroc"].keys()
+    assert "same_site" in of_run["auroc"]["energy"]
+    names = {path.name for path in (run / "report").glob("*.png")}
+    confusions = {f"confusion_{name}.png" for name in ("all", "aloka", "voluson_e6")}
+    assert names == {"forest.png", "machines.png", *confusions}
+    assert {"temperature", "abstain_below"} <= json.loads((run / "config.json").read_text())[
+        "calibration"
+    ].keys()
+    compare_methods(run)
+
+
+def compare_methods(run: Path) -> None:
+    """Runs of one method are averaged, and another method stands beside them."""
+    for name, loss in (("again", "fixmatch"), ("other", "pi_model")):
+        shutil.copytree(run, run.parent / name)
+        facts = json.loads((run / "metrics.json").read_text()) | {"loss": loss}
+        (run.parent / name / "metrics.json").write_text(json.dumps(facts))
+    out, folders = run.parent / "compared", [str(run.parent / name) for name in ("run", "again", "other")]
+    evaluate([*folders, "--draws", "100", "--out", str(out)])
+    first, second = json.loads((out / "report.json").read_text())["methods"].values()
+    assert (first["runs"], second["runs"]) == (folders[:2], folders[2:])
+    one, two = (found["machines"]["all"]["balanced_accuracy"] for found in (first, second))
+    assert one["runs"] == two["runs"] * 2
+    assert (one["value"], one["low"], one["high"]) == pytest.approx((two["value"], two["low"], two["high"]))
+    assert {"machines.png", "forest_0.png", "forest_1.png"} <= {path.name for path in out.iterdir()}
+
+
+def check_prediction(run: Path, images: Path, out: Path) -> None:
+    """Pictures by the reader of ultrasound: a class, whether it is sure, and how foreign it looks."""
+    predict([str(run), str(images), "--out", str(out)])
+    found = pd.read_csv(out)
+    assert list(found.columns[:5]) == ["file", "class", "probability", "abstain", "foreign"]
+    assert set(found["class"]) <= set(BRAIN)
+    assert found["foreign"].between(0, 1).all()
+    assert len(found) == len(list(images.iterdir()))
 
 
 def test_a_fit_finds_its_splits(places, cache):

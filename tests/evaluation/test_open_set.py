@@ -12,9 +12,13 @@ from hf_fixastep import export_dataset, load_dataset
 from hf_fixastep.cli import evaluate
 from hf_fixastep.data.digits import read_digits
 from hf_fixastep.evaluation.open_set import (
+    Origins,
     auroc,
+    auroc_estimate,
     energy,
     max_probability,
+    nearest_class,
+    nearest_labeled,
     open_set_metrics,
     risk_coverage,
     risk_coverage_area,
@@ -59,6 +63,100 @@ def test_certain_predictions_do_not_tie():
     logits = np.array([[900.0, 0.0], [0.0, 950.0]], dtype=np.float32)
     np.testing.assert_allclose(max_probability(logits), [900, 950])
     np.testing.assert_allclose(energy(logits), [900, 950])
+
+
+def test_the_nearest_labeled_images_are_those_of_a_loop_over_pairs():
+    random = np.random.default_rng(5)
+    features, labeled = random.normal(size=(6, 8)), random.normal(size=(9, 8))
+    for count in (1, 4):
+        expected = []
+        for row in features:
+            cosines = [row @ other / (row @ row) ** 0.5 / (other @ other) ** 0.5 for other in labeled]
+            expected.append(sum(sorted(cosines, reverse=True)[:count]) / count)
+        np.testing.assert_allclose(nearest_labeled(features, labeled, count), expected, rtol=1e-12)
+
+
+def test_with_fewer_labeled_images_than_asked_for_all_of_them_count():
+    np.testing.assert_allclose(nearest_labeled([[2.0, 0.0]], [[1.0, 0.0], [0.0, 3.0]], 5), [0.5])
+
+
+def test_an_image_without_features_is_like_no_other():
+    assert nearest_labeled([[0.0, 0.0]], [[1.0, 0.0]]).tolist() == [0]
+
+
+def test_the_distance_to_a_class_is_that_of_the_formulas():
+    """The shrinkage written out after Ledoit and Wolf, 2004, with the mean known to be zero."""
+    random = np.random.default_rng(6)
+    labels = np.repeat([3, 5], [7, 9])  # names, not places
+    labeled, features = random.normal(size=(16, 4)) * [1, 2, 3, 4], random.normal(size=(5, 4))
+    labeled[labels == 5] += 4
+    means = [labeled[labels == label].mean(0) for label in (3, 5)]
+    centred = np.array(
+        [row - means[0 if label == 3 else 1] for row, label in zip(labeled, labels, strict=True)]
+    )
+    sample = sum(np.outer(row, row) for row in centred) / 16
+    scale = np.trace(sample) / 4
+    spread = np.sum((sample - scale * np.eye(4)) ** 2)
+    noise = sum(np.sum((np.outer(row, row) - sample) ** 2) for row in centred) / 16**2
+    share = min(noise, spread) / spread
+    inverse = np.linalg.inv((1 - share) * sample + share * scale * np.eye(4))
+    expected = [-min((row - mean) @ inverse @ (row - mean) for mean in means) for row in features]
+    np.testing.assert_allclose(nearest_class(features, labeled, labels), expected, rtol=1e-9)
+
+
+def two_machines(seed: int) -> tuple[NDArray, NDArray, Origins, Origins]:
+    """Known and foreign images of 12 patients; machine A has higher scores and more of the known ones."""
+    random = np.random.default_rng(seed)
+    sites = np.array(["A"] * 6 + ["B"] * 6)
+    known, foreign = (
+        np.append(np.repeat(range(6), 5), range(6, 12)),
+        np.append(range(6), np.repeat(range(6, 12), 4)),
+    )
+    values = [
+        np.round(random.normal(size=len(part)) + 2 * (sites[part] == "A"), 1) for part in (known, foreign)
+    ]
+    return *values, *(Origins(np.array([f"p{at}" for at in part]), sites[part]) for part in (known, foreign))
+
+
+@pytest.mark.parametrize("same_site", [False, True])
+def test_the_auroc_of_images_of_one_site_counts_no_other_pairs(same_site):
+    known, foreign, own, others = two_machines(0)
+    won = pairs = 0.0
+    for k, at in zip(known, own.sites, strict=True):
+        for f, place in zip(foreign, others.sites, strict=True):
+            if not same_site or at == place:
+                won, pairs = won + (k > f) + (k == f) / 2, pairs + 1
+    found = auroc_estimate([known, -known], [foreign, -foreign], own, others, same_site=same_site, draws=100)
+    assert found.runs == pytest.approx([won / pairs, 1 - won / pairs], abs=1e-12)
+    assert found.value == pytest.approx(0.5, abs=1e-12)
+
+
+@pytest.mark.parametrize("same_site", [False, True])
+def test_the_interval_of_an_auroc_is_that_of_a_loop_over_samples_of_patients(same_site):
+    known, foreign, own, others = two_machines(1)
+    found = auroc_estimate([known], [foreign], own, others, same_site=same_site, draws=2000)
+    names, random, areas = np.unique(own.patients), np.random.default_rng(7), []
+    for _ in range(2000):
+        drawn = random.choice(names, len(names))
+        won = pairs = 0.0
+        for site in ("A", "B") if same_site else (None,):
+            sample = []
+            for values, origins in ((known, own), (foreign, others)):
+                chosen = np.concatenate([np.flatnonzero(origins.patients == name) for name in drawn])
+                sample.append(values[[at for at in chosen if site in (None, origins.sites[at])]])
+            difference = sample[0][:, None] - sample[1][None]
+            won, pairs = won + np.sum(difference > 0) + np.sum(difference == 0) / 2, pairs + difference.size
+        areas.append(won / pairs)
+    assert [found.low, found.high] == pytest.approx(np.quantile(areas, [0.025, 0.975]), abs=0.02)
+
+
+def test_an_auroc_of_one_patient_or_without_a_common_site_has_no_interval():
+    one, two = (Origins(np.array(names), np.array(["A", "A"])) for names in (["p", "p"], ["p", "q"]))
+    found = auroc_estimate([[2.0, 3.0]], [[0.0, 1.0]], one, two, draws=100)
+    assert found.value == 1
+    assert np.isnan([found.low, found.high]).all()
+    apart = Origins(two.patients, np.array(["B", "B"]))
+    assert np.isnan(auroc_estimate([[2.0, 3.0]], [[0.0, 1.0]], two, apart, same_site=True, draws=100).value)
 
 
 @pytest.mark.parametrize("ties", [False, True])
