@@ -56,7 +56,7 @@ def start(settings: dict[str, object], folder: Path, **more: object) -> dict:
     return json.loads((folder / "metrics.json").read_text())
 
 
-def plain_features(folder: Path, split: str) -> tuple[np.ndarray, np.ndarray]:
+def plain_features(folder: Path, split: str) -> tuple[np.ndarray, np.ndarray | None]:
     """What the head gets of the images as the processor makes them, one at a time."""
     model = AutoModelForImageClassification.from_pretrained(folder).eval()
     processor = AutoImageProcessor.from_pretrained(folder)
@@ -66,7 +66,8 @@ def plain_features(folder: Path, split: str) -> tuple[np.ndarray, np.ndarray]:
         with torch.no_grad(), head_inputs(model, model.config.num_labels) as seen:
             model(**processor(image.convert("RGB"), return_tensors="pt"))
         rows.append(seen[0][0].numpy())
-    return np.stack(rows).astype(np.float16).astype(float), np.asarray(data["label"])
+    labels = np.asarray(data["label"]) if "label" in data.column_names else None
+    return np.stack(rows).astype(np.float16).astype(float), labels
 
 
 def predictions(folder: Path) -> np.ndarray:
