@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Iterable
+import threading
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from safetensors import safe_open
+from torch import Tensor, nn
+from torch.nn.modules.module import (
+    register_module_buffer_registration_hook,
+    register_module_parameter_registration_hook,
+)
 from transformers import (
     MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING,
     AutoConfig,
@@ -23,6 +30,7 @@ from transformers import (
 )
 from transformers.utils import logging
 
+from hf_fixastep.disk import digest
 from hf_fixastep.hub.client import pull, reason
 from hf_fixastep.hub.screening import (
     CONFIG,
@@ -47,6 +55,8 @@ SAFELY: dict[str, Any] = {
     "ignore_mismatched_sizes": True,  # they are told, and judged here
     "output_loading_info": True,
 }
+HEAD = 2**27  # numbers of a head that is not in the files, such as 4,096 features times 32,768 classes
+MANY = 1000  # tensors that may be missing in the files
 
 
 def load_network(
@@ -74,11 +84,12 @@ def load_network(
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False, **labels)
         check_kind(config)
         if calibrated and num_labels is None:
-            check_calibration(getattr(config, "calibration", None), files)
+            check_calibration(getattr(config, "calibration", None), lambda: "".join(map(digest, files)))
         else:
             vars(config).pop("calibration", None)
         processor = AutoImageProcessor.from_pretrained(folder, trust_remote_code=False)
-        model, lacking = read_weights(folder, config)
+        with bounded(files):
+            model, lacking = read_weights(folder, config)
         if num_labels is not None:
             new = head_names(model)
             lacking = {name: text for name, text in lacking.items() if name not in new}
@@ -145,6 +156,46 @@ def check_kind(config: Any) -> None:
             f"transformers has no image classifier of its type {kind} ({type(config).__name__}); choose "
             "another network, such as a ViT, DINOv2, ConvNeXt, or one of timm"
         )
+
+
+@contextlib.contextmanager
+def bounded(files: Sequence[Path]) -> Iterator[None]:
+    """End the building of networks that are larger than their files, which is done without memory at first.
+
+    Args:
+        files: with the weights of everything but a head.
+    """
+    numbers = sum(path.stat().st_size for path in files) + HEAD  # no number takes less than a byte
+    tensors = sum(count_tensors(path) for path in files) * 3 + MANY  # a tower is built twice
+    seen: set[tuple[int, str]] = set()
+    here, left = threading.get_ident(), numbers
+
+    def count(module: nn.Module, name: str, value: Tensor | None) -> None:
+        nonlocal left
+        if value is None or threading.get_ident() != here or (id(module), name) in seen:
+            return
+        seen.add((id(module), name))
+        left -= value.numel()
+        if left < 0 or len(seen) > tensors:
+            raise ValueError(
+                f"its {CONFIG} describes more than {min(numbers - left, numbers):,} numbers in "
+                f"{len(seen):,} tensors, which its files cannot hold"
+            )
+
+    hooks = [
+        register_module_parameter_registration_hook(count),
+        register_module_buffer_registration_hook(count),
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def count_tensors(path: Path) -> int:
+    with safe_open(path, framework="pt") as file:
+        return len(file.keys())
 
 
 def read_weights(folder: Path, config: Any) -> tuple[Any, dict[str, str]]:

@@ -90,7 +90,8 @@ def check_push(run: RunFolder, repo_id: str | None, license: str | None, intende
     no code.
     """
     try:
-        check_calibration(run.config.get("calibration"), screen(run.folder))
+        screen(run.folder)
+        check_calibration(run.config.get("calibration"), lambda: run.metrics.get("weights"))
     except ValueError as error:
         raise ValueError(f"{run.folder} is not pushed: {error}.") from error
     check_license(license)

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +15,16 @@ from safetensors import SafetensorError, safe_open
 from transformers import CONFIG_MAPPING, MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING
 from transformers.image_processing_base import ImageProcessingMixin
 
-from hf_fixastep.disk import digest
 from hf_fixastep.hub.checks import shown
 
 
 CONFIG, INDEX, WEIGHTS = "config.json", "model.safetensors.index.json", "model.safetensors"
 PROCESSORS = ("preprocessor_config.json", "processor_config.json")
-JSON_LIMIT = 2**24  # bytes; a config with the names of 20,000 classes has two million
+LARGEST = 2**20  # number of a config, such as layers or classes
+SIDE = 4096  # of images
+# Bytes of a file of JSON, and of the list of tensors in a file of weights. A config with the names of 20,000
+# classes has two million.
+JSON_LIMIT = 2**24
 NAMES = ("id2label", "label2id", "label_names")  # of classes, which may be any
 CODE = "asks to run code from the Hub or of its own"
 KERNELS = "asks for kernels, which are code from the Hub"
@@ -41,6 +44,9 @@ REFUSED = {
 TIMM_REFUSED = ("checkpoint_path", "pretrained", "pretrained_cfg", "pretrained_cfg_overlay")
 IMPLEMENTATION = re.compile(r"_?(attn|experts)_implementation(_internal)?")
 PLAIN = ("eager", "sdpa")  # attention that needs nothing but PyTorch
+COUNTS = re.compile(r"num_.*|.*sizes?|depths?|width|.*_(dims?|channels|layers|heads)")  # never below zero
+NO_SIZES = re.compile(r".*(param|token|seed|flops|bytes).*")  # numbers that nothing is built from
+SIDES = ("size", "crop_size", "pad_size", "input_size")
 SHARD = re.compile(r"shard-\d+-model-\d+-of-\d+\.safetensors")
 
 
@@ -48,12 +54,15 @@ def screen(folder: Path) -> list[Path]:
     """The files of weights, if no file of the network asks for anything but numbers and known networks."""
     config = read_json(folder / CONFIG)
     check_values(CONFIG, config)
+    check_numbers(config)
     for name in PROCESSORS:
         if (folder / name).exists():
             values = read_json(folder / name)
             check_values(name, values)
             check_processor(name, values)
+            check_sides(name, values)
     check_processor(CONFIG, config)
+    check_sides(CONFIG, config.get("pretrained_cfg"))  # of timm
     check_architecture(config)
     if (folder / "adapter_config.json").exists():
         raise ValueError(
@@ -112,6 +121,34 @@ def check_values(name: str, values: dict[str, Any], but: tuple[str, ...] = ()) -
             refuse(name, key, f"is {shown(value)}, which names another place")
 
 
+def check_numbers(config: dict[str, Any]) -> None:
+    """Before a library counts up to them."""
+    for key, value in walk(config):
+        for number in whole_numbers(value):
+            if abs(number) > LARGEST and not NO_SIZES.fullmatch(key):
+                raise ValueError(f"its {CONFIG} has a {key} of {number:,}, and the limit is {LARGEST:,}")
+            if number < 0 and COUNTS.fullmatch(key):
+                raise ValueError(f"its {CONFIG} has a {key} of {number:,}, but expected no less than 0")
+
+
+def check_sides(name: str, values: Any) -> None:
+    """Sizes that images are brought to."""
+    for key, value in walk(values):
+        if key in SIDES:
+            numbers = value.values() if isinstance(value, dict) else [value]
+            for number in (each for one in numbers for each in whole_numbers(one)):
+                if not 1 <= number <= SIDE:
+                    raise ValueError(
+                        f"its {name} has a {key} of {number:,}, but expected 1 to {SIDE:,} pixels"
+                    )
+
+
+def whole_numbers(value: Any) -> list[int]:
+    """Those in a value that is a number or a list of numbers."""
+    values = value if isinstance(value, list) else [value]
+    return [each for each in values if isinstance(each, int) and not isinstance(each, bool)]
+
+
 def refuse(name: str, key: str, what: str) -> None:
     raise ValueError(
         f"its {name} has the key {key}, which {what}; choose a network that transformers or this package "
@@ -157,6 +194,13 @@ def registered(kind: Any) -> list[str]:
 
 def check_header(path: Path) -> None:
     """The list of tensors at the start of a file, which safetensors compares with its length."""
+    with open(path, "rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+    if length > JSON_LIMIT:
+        raise ValueError(
+            f"its {path.name} is no safetensors file, or damaged: its header would have {length:,} bytes, "
+            f"and the limit is {JSON_LIMIT:,}"
+        )
     try:
         with safe_open(path, framework="pt"):
             pass
@@ -164,9 +208,9 @@ def check_header(path: Path) -> None:
         raise ValueError(f"its {path.name} is no safetensors file, or damaged: {error}") from error
 
 
-def check_calibration(found: Any, files: Sequence[Path]) -> None:
-    """Refuse a calibration that does not name the weights it is found with."""
-    if isinstance(found, dict) and [found.get("weights")] != [digest(path) for path in files]:
+def check_calibration(found: Any, weights: Callable[[], str | None]) -> None:
+    """Refuse a calibration that does not name the weights it is found with, given by their hash."""
+    if isinstance(found, dict) and not (found.get("weights") and found["weights"] == weights()):
         raise ValueError(
             "its calibration was made for other weights, or does not say for which; fit it anew, as fixastep "
             f"heart2heart does for views of the heart, or remove calibration from its {CONFIG}"

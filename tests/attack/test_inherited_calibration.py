@@ -15,7 +15,7 @@ from hf_fixastep.evaluation.calibration import Calibration, write_calibration
 from hf_fixastep.evaluation.classifier import Classifier
 from hf_fixastep.features.backbone import Backbone
 from hf_fixastep.hub.loading import load_network
-from tests.attack.plants import change, save_run
+from tests.attack.plants import change, finish_run, save_run
 from tests.short_runs import make_trainer, tiny_processor, tiny_vit
 
 
@@ -66,6 +66,7 @@ def retrain(folder: Path) -> None:
     config = config_of(folder)
     tiny_vit(seed=1).save_pretrained(folder)
     change(folder / "config.json", **config)
+    finish_run(folder)
 
 
 def forget(folder: Path) -> None:
