@@ -283,7 +283,7 @@ def test_a_push_of_a_fit_leaves_images_groups_and_paths_at_home(run, easy, tmp_p
     cli.main(["push", str(out), "--hub_model_id", "org/name", "--hub_license", "mit", "--dry_run", "true"])
     assert f"Files: {', '.join(sorted(files))}" in capsys.readouterr().out
     (out / "model.safetensors").write_bytes((out / "model.safetensors").read_bytes()[:-1] + b"\1")
-    with pytest.raises(ValueError, match="is not pushed: its calibration was made for other weights"):
+    with pytest.raises(ValueError, match="is not the model that the numbers in its folder are about"):
         fit_files.prepare_push(out, *given)
 
 
