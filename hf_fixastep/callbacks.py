@@ -12,12 +12,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from transformers import ProgressCallback, TrainerCallback, TrainerControl, TrainerState
+from transformers.trainer_utils import SaveStrategy
 
 from hf_fixastep.checkpoints import newest_complete
 from hf_fixastep.disk import write_atomically
 from hf_fixastep.runs.folder import LOG
+from hf_fixastep.step.gate import is_distributed
 from hf_fixastep.step.schedules import ramp_length, unlabeled_ramp
+from hf_fixastep.step.teacher import own_parts
 
 
 if TYPE_CHECKING:
@@ -25,6 +29,8 @@ if TYPE_CHECKING:
 
 
 logger = logging.getLogger(__name__)
+
+LARGEST_WEIGHT = torch.finfo(torch.float16).max
 
 
 class UnlabeledWeightCallback(TrainerCallback):
@@ -98,7 +104,11 @@ class ProgressBarCallback(ProgressCallback):
 
 
 class NonFiniteCallback(TrainerCallback):
-    """Stop a run whose labeled gradient was not finite in `patience` steps in a row."""
+    """Stop a run that has diverged, and save nothing of it, which would push good checkpoints out.
+
+    A step is bad if its labeled gradient was not finite; `patience` of them in a row end the run, as do
+    weights that no half-precision number can hold: they grow long before gradients overflow.
+    """
 
     def __init__(self, trainer: FixAStepTrainer, patience: int = 5) -> None:
         self.trainer = trainer
@@ -106,17 +116,40 @@ class NonFiniteCallback(TrainerCallback):
 
     def on_log(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         window = self.trainer.window.pop("nonfinite/labeled", [])
-        for step, skipped in enumerate(window, state.global_step - len(window) + 1):
-            self.trainer.bad_steps = self.trainer.bad_steps + 1 if skipped else 0
-            if self.trainer.bad_steps >= self.patience:
-                raise FloatingPointError(self._message(args, step))
+        self.trainer.bad_steps = self._bad_steps(args, state, window)
 
-    def _message(self, args: Any, step: int) -> str:
-        last, _ = newest_complete(args.output_dir)
-        return (
-            f"The labeled gradient was not finite in {self.patience} steps in a row up to step {step}; none "
-            f"of them reached the weights. Lower the learning rate; last good checkpoint: {last}."
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        chooses_best = control.should_evaluate and args.save_strategy == SaveStrategy.BEST
+        if not (control.should_save or chooses_best):
+            return
+        window = self.trainer.values.get("nonfinite/labeled", [])
+        if self._bad_steps(args, state, [float(value) for value in window]):
+            # Not evaluated either: a step that was not saved cannot be the best one.
+            control.should_save = control.should_evaluate = False
+        elif not (largest := largest_weight(self.trainer.core_model)) <= LARGEST_WEIGHT:
+            cause = f"A weight has grown to {largest:.1e} by step {state.global_step}"
+            raise FloatingPointError(self._message(args, cause, state.global_step))
+
+    on_evaluate = on_step_end  # a signal during the evaluation asks for a save
+
+    def _bad_steps(self, args: Any, state: TrainerState, window: list[float]) -> int:
+        """Bad steps in a row up to this one, the last of those of the window."""
+        count = self.trainer.bad_steps
+        for step, bad in enumerate(window, state.global_step - len(window) + 1):
+            count = count + 1 if bad else 0
+            if count >= self.patience:
+                cause = f"The labeled gradient was not finite in {count} steps in a row up to step {step}"
+                raise FloatingPointError(self._message(args, cause, step - count + 1))
+        return count
+
+    def _message(self, args: Any, cause: str, first: int) -> str:
+        last, _ = newest_complete(args.output_dir, before=first)
+        remedy = (
+            f"resume {last}, the last one before, with it and ignore_changed_settings learning_rate"
+            if last
+            else "start again, for there is no checkpoint from before"
         )
+        return f"{cause}, so the run has diverged; lower the learning rate and {remedy}."
 
 
 class SignalCallback(TrainerCallback):
@@ -134,7 +167,8 @@ class SignalCallback(TrainerCallback):
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self.received = self.stopping = 0
         if args.world_size > 1 and self.group is None:
-            self.group = dist.new_group(backend="gloo")  # on the CPU, so that no device is waited for
+            # On the CPU, so that no device is waited for.
+            self.group = dist.new_group(backend="gloo", timeout=args.ddp_timeout_delta)
         if threading.current_thread() is threading.main_thread():
             self.earlier = {number: signal.signal(number, self._receive) for number in self.signals}
 
@@ -175,6 +209,15 @@ class SignalCallback(TrainerCallback):
             raise SystemExit(128 + self.stopping)
 
 
+def largest_weight(model: nn.Module) -> float:
+    """The largest absolute value of any parameter, NaN if one is; the same on all processes."""
+    parts = [part.detach() for part in own_parts(model.parameters()) if part.numel()]
+    largest = torch.stack([part.abs().max().float() for part in parts]).max()
+    if is_distributed():
+        dist.all_reduce(largest, dist.ReduceOp.MAX)
+    return float(largest)
+
+
 def write_log(history: list[dict[str, Any]], path: str | Path) -> None:
     """One row per logging or evaluation step; the columns are all names that ever occurred."""
     rows = [row for row in history if "loss" in row or any(name.startswith("eval_") for name in row)]
@@ -186,4 +229,4 @@ def write_log(history: list[dict[str, Any]], path: str | Path) -> None:
 
 
 # Made by the trainer for itself, in this order.
-BETWEEN_STEPS = (UnlabeledWeightCallback, TeacherCallback, GateMonitorCallback, NonFiniteCallback)
+BETWEEN_STEPS = (UnlabeledWeightCallback, TeacherCallback, GateMonitorCallback)

@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import json
 import logging
+import math
 import os
 import re
 import shutil
@@ -178,10 +179,14 @@ def damage(checkpoint: Path) -> str | None:
     return None
 
 
-def newest_complete(output_dir: str | Path) -> tuple[str | None, list[str]]:
-    """The newest checkpoint without damage, and the newer ones with what is wrong with them."""
+def newest_complete(output_dir: str | Path, before: float = math.inf) -> tuple[str | None, list[str]]:
+    """The newest checkpoint without damage, and the newer ones with what is wrong with them.
+
+    Args:
+        before: a step; those of this one and of later ones do not count.
+    """
     skipped: list[str] = []
-    for checkpoint in reversed(checkpoint_folders(output_dir)):
+    for checkpoint in reversed([each for each in checkpoint_folders(output_dir) if step_of(each) < before]):
         if (reason := damage(checkpoint)) is None:
             return str(checkpoint), skipped
         skipped.append(f"{checkpoint.name} ({reason})")

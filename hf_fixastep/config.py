@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 import os
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch.distributed as dist
 from transformers import IntervalStrategy, TrainingArguments
 from transformers.utils import is_torch_tf32_available
 
@@ -23,6 +25,7 @@ logger = logging.getLogger(__name__)
 
 TRAINABLE = ("all", "head", "head_and_norms", "lora")
 KEEP = ("model", "numbers")
+MOST_IMAGES = 2**17  # per step; far above what any device holds
 
 
 def preset_field(text: str) -> Any:
@@ -124,6 +127,10 @@ class FixAStepConfig(TrainingArguments):
         self._fill_from_preset()
         if self.tf32 is None and is_torch_tf32_available():
             self.tf32 = True
+        several = dist.is_torchelastic_launched() and int(os.environ["WORLD_SIZE"]) > 1
+        if self.use_cpu and several and not dist.is_initialized():
+            # The Trainer (5.23) would drop ddp_timeout here, and wait for a lost process for half an hour.
+            dist.init_process_group(self.ddp_backend or "gloo", timeout=self.ddp_timeout_delta)
         plain_adam = self.optim == "adam"  # the Trainer knows only AdamW, whose weight decay is another one
         if plain_adam:
             self.optim = "adamw_torch"
@@ -179,11 +186,19 @@ class FixAStepConfig(TrainingArguments):
             "unlabeled_ratio",
             "per_device_train_batch_size",
         ):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} is {getattr(self, name)}, but it has to be positive.")
-        for name in ("unlabeled_weight", "unlabeled_warmup_steps", "lr_cycle_steps", "cutout"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"{name} is {getattr(self, name)}, but it cannot be negative.")
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"{name} is {getattr(self, name)}, but it has to be positive and finite.")
+        for name in (
+            "learning_rate",
+            "weight_decay",
+            "unlabeled_weight",
+            "unlabeled_warmup_steps",
+            "lr_cycle_steps",
+            "cutout",
+        ):
+            if not 0 <= getattr(self, name) < math.inf:
+                value = getattr(self, name)
+                raise ValueError(f"{name} is {value}, but it cannot be negative, infinite or NaN.")
         if self.teacher_decay is not None and not 0 <= self.teacher_decay < 1:
             raise ValueError(
                 f"teacher_decay is {self.teacher_decay}, but it has to be at least 0 and below 1."
@@ -198,6 +213,11 @@ class FixAStepConfig(TrainingArguments):
             raise ValueError(
                 f"unlabeled_ratio {self.unlabeled_ratio} of a batch of {self.per_device_train_batch_size} "
                 "labeled images leaves no unlabeled image; raise one of the two."
+            )
+        if self.train_batch_size + self.unlabeled_batch_size > MOST_IMAGES:
+            raise ValueError(
+                f"unlabeled_ratio {self.unlabeled_ratio} of a batch of {self.per_device_train_batch_size} "
+                f"labeled images makes more than {MOST_IMAGES} images per step; lower one of the two."
             )
         if self.warmup_steps and self.lr_cycle_steps:
             raise ValueError(

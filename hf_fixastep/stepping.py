@@ -60,8 +60,8 @@ class SteppingTrainer(CheckpointingTrainer):
         with self.compute_loss_context_manager():
             batch = self.mix(model, self.make_batch(inputs), inputs["step"])
             losses = self.compute_losses(model, batch)
-        shared_graph = self.loss.batchnorm == "joint" and losses.unlabeled is not None
-        self._backward(LABELED, losses.labeled, retain_graph=shared_graph)
+        # The two may share a graph, as with joint batch norm they always do.
+        self._backward(LABELED, losses.labeled, retain_graph=losses.unlabeled is not None)
         with self.examples.choosing() if self.examples else contextlib.nullcontext():
             self._backward(UNLABELED, losses.unlabeled)
         return losses
@@ -105,6 +105,12 @@ class SteppingTrainer(CheckpointingTrainer):
         """Add to a gradient of this optimizer step, and begin to reduce it after its last loss."""
         if loss is None:
             return
+        if not (isinstance(loss, Tensor) and loss.requires_grad):
+            raise ValueError(
+                f"The {'labeled' if row == LABELED else 'unlabeled'} loss of {type(self.loss).__name__} has "
+                "no gradient; compute it from the model's logits, or give None where an unlabeled one is not "
+                "there."
+            )
         self.values.record({"loss/labeled" if row == LABELED else "loss/unlabeled": loss})
         if self.current_gradient_accumulation_steps > 1:
             loss = loss / self.current_gradient_accumulation_steps

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from accelerate.utils import send_to_device
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 from transformers import ProgressCallback, set_seed
 
@@ -20,7 +21,7 @@ from hf_fixastep._compat.patches import allow_second_backward, tune_cpu
 from hf_fixastep.config import FixAStepConfig
 from hf_fixastep.data.features import CachedViews, Examples, Features
 from hf_fixastep.data.images import Images
-from hf_fixastep.data.loader import PairedLoader, as_is
+from hf_fixastep.data.loader import PairedLoader, as_is, outlive_signal
 from hf_fixastep.data.processing import check_classes, check_views, class_names, views_of
 from hf_fixastep.evaluation.metrics import classification_metrics
 from hf_fixastep.hub.pushing import PushingTrainer
@@ -121,15 +122,16 @@ class FixAStepTrainer(SteppingTrainer, PushingTrainer):
         self.loss.batchnorm = "joint" if joint else "separate"
         if self.gates_examples:
             check_examples(self.model, len(self.class_names), self.loss, args.gradient_accumulation_steps)
-        if args.torch_compile and self.loss.batchnorm == "joint":
+        if args.torch_compile and not self.loss.in_parts:
             allow_second_backward()
         if self.pop_callback(ProgressCallback):
             self.add_callback(own.ProgressBarCallback())
         if args.push_to_hub:
             self.add_callback(self.card)
-        # The last one: it ends the process when all others have done their part.
+        # Behind all others: it ends the process when they have done their part.
         self.signals = own.SignalCallback(self)
         self.add_callback(self.signals)
+        self.add_callback(own.NonFiniteCallback(self))  # whoever asks for a save, this one may refuse it
         self.get_train_dataloader()  # finds empty sets and sizes that do not fit now, not at train()
 
     # ---- data in
@@ -177,7 +179,9 @@ class FixAStepTrainer(SteppingTrainer, PushingTrainer):
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
         named = eval_dataset is None or isinstance(eval_dataset, str)
-        return super().get_eval_dataloader(eval_dataset if named else self.images(eval_dataset))
+        loader = super().get_eval_dataloader(eval_dataset if named else self.images(eval_dataset))
+        getattr(loader, "base_dataloader", loader).worker_init_fn = outlive_signal  # inside Accelerate's
+        return loader
 
     def get_test_dataloader(self, test_dataset: Any) -> DataLoader:
         return super().get_test_dataloader(self.images(test_dataset))
@@ -189,8 +193,19 @@ class FixAStepTrainer(SteppingTrainer, PushingTrainer):
     # ---- model and loss
 
     def _fit(self, model: Any, args: FixAStepConfig) -> None:
+        if isinstance(model, (nn.DataParallel, DistributedDataParallel)):
+            raise ValueError(
+                f"The model is wrapped in {type(model).__name__}; give its .module, which the trainer wraps "
+                "itself when it is launched on several processes."
+            )
+        if args.gradient_checkpointing and not getattr(model, "supports_gradient_checkpointing", False):
+            raise ValueError(
+                f"gradient_checkpointing is on, but {type(model).__name__} does not support it; switch it "
+                "off."
+            )
         name_classes(model, self.class_names)
-        model.to(memory_format=torch.channels_last)
+        # In float32, torch's default, as autocast and the optimizer expect, whatever it is stored in.
+        model.to(dtype=torch.get_default_dtype(), memory_format=torch.channels_last)
         if not isinstance(model, FeatureHead):  # of which there is nothing to leave out
             limit_training(model, args.trainable, len(self.class_names), args.lora_rank)
 

@@ -144,6 +144,25 @@ CASES = [
         {"processing_class": lambda: type(tiny_processor())(size={"longest_edge": 8})},
     ),
     Case(
+        "OpenMatch with one class",
+        ["OpenMatch", "one class", "choose another loss"],
+        {
+            "loss": "openmatch",
+            "model": lambda: tiny_wide_resnet(num_labels=1),
+            "train_dataset": lambda: labeled([0] * 8, ["cat"]),
+        },
+    ),
+    Case(
+        "a wrapped model",
+        ["DataParallel", "give its .module"],
+        {"model": lambda: torch.nn.DataParallel(tiny_vit())},
+    ),
+    Case(
+        "checkpointing of a Wide ResNet",
+        ["gradient_checkpointing is on", "WideResNetForImageClassification", "switch it off"],
+        {"gradient_checkpointing": True},
+    ),
+    Case(
         "stock arguments",
         ["TrainingArguments", "FixAStepConfig"],
         {},

@@ -2,17 +2,21 @@ from __future__ import annotations
 
 import csv
 import math
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from hf_fixastep import FixAStepTrainer
 from hf_fixastep.callbacks import GateMonitorCallback, UnlabeledWeightCallback, write_log
+from hf_fixastep.checkpoints import checkpoints
 from hf_fixastep.losses.base import Losses
+from hf_fixastep.runs.folder import RAW_WEIGHTS
 from hf_fixastep.step.gate import GATES
 from tests.short_runs import (
     assert_equal,
@@ -21,7 +25,10 @@ from tests.short_runs import (
     logged,
     make_trainer,
     random_images,
+    tiny_vit,
+    tiny_wide_resnet,
     train,
+    weights,
 )
 
 
@@ -329,10 +336,72 @@ def test_five_bad_steps_in_a_row_end_the_run_naming_step_and_checkpoint(
     with pytest.raises(FloatingPointError) as error:
         trainer.train()
     message = str(error.value)
-    last = {1: 6, 2: 6, 10: 9}[logging_steps]  # the log of step 8, or of step 10, is where the run ends
-    assert "step 8" in message
-    assert str(tmp_path / f"checkpoint-{last}") in message
+    assert "5 steps in a row up to step 8" in message
+    assert f"resume {tmp_path / 'checkpoint-3'}, the last one before" in message  # step 6 was bad
+    assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint-3"]
     assert finite(dict(trainer.model.state_dict()))
+
+
+def test_a_diverged_run_without_an_earlier_checkpoint_says_so(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, kind=poisoned("labeled", *range(1, 9)), max_steps=8)
+    with pytest.raises(FloatingPointError, match="start again, for there is no checkpoint from before"):
+        trainer.train()
+
+
+BEST = {
+    "max_steps": 8,
+    "eval_strategy": "steps",
+    "eval_steps": 2,
+    "save_steps": 2,
+    "metric_for_best_model": "eval_loss",
+    "save_total_limit": 1,
+}
+
+
+@pytest.mark.parametrize("save_strategy", ["steps", "best"])
+def test_a_bad_step_is_neither_saved_nor_the_best(save_strategy: str, tmp_path: Path) -> None:
+    objects = {"eval_dataset": random_images(6, seed=3, labeled=True)}
+    bad = poisoned("labeled", 2, 6)
+    trainer = make_trainer(
+        tmp_path, kind=bad, objects=objects, save_strategy=save_strategy, **BEST, logging_steps=3
+    )
+    trainer.train()
+    evaluated = [row["step"] for row in trainer.state.log_history if "eval_loss" in row]
+    assert evaluated == [4, 8]
+    assert trainer.state.best_global_step in (4, 8)
+    assert {path.name for path in checkpoints(tmp_path)} <= {"checkpoint-4", "checkpoint-8"}
+
+
+def test_a_signal_in_a_bad_step_waits_for_a_good_one(tmp_path: Path) -> None:
+    class Signal(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == 1:
+                signal.raise_signal(signal.SIGTERM)
+
+    trainer = make_trainer(tmp_path, kind=poisoned("labeled", 2, 3), max_steps=8)
+    trainer.add_callback(Signal())
+    with pytest.raises(SystemExit) as stop:
+        trainer.train()
+    assert stop.value.code == 143
+    assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint-4"]
+
+
+@pytest.mark.parametrize("model", [tiny_wide_resnet, tiny_vit])
+def test_a_run_that_diverges_can_go_on_from_the_checkpoint_it_names(model: Any, tmp_path: Path) -> None:
+    """Its weights grow to 1e15 before any gradient overflows."""
+    settings = {"save_strategy": "steps", "save_steps": 2, "save_total_limit": 1, "logging_steps": 5}
+    settings |= {"loss": "fixmatch", "max_steps": 40}
+    with pytest.raises(FloatingPointError, match="diverged") as error:
+        make_trainer(tmp_path, model(), **settings, learning_rate=10.0).train()
+    (left,) = checkpoints(tmp_path)
+    assert f"resume {left}, the last one before" in str(error.value)
+    assert max(float(value.abs().max()) for value in load_file(left / RAW_WEIGHTS).values()) < 65504
+    calm = {"learning_rate": 1e-4, "ignore_changed_settings": ["learning_rate"]}
+    trainer = make_trainer(tmp_path, model(), **settings, **calm)
+    trainer.train(str(left))
+    assert trainer.state.global_step == 40
+    assert sum(logged(trainer, "nonfinite/labeled")) == 0
+    assert finite(weights(trainer.model))
 
 
 def test_four_bad_steps_in_a_row_do_not_end_the_run(tmp_path: Path) -> None:

@@ -637,28 +637,16 @@ def test_handlers_are_restored_after_an_error_and_left_alone_in_a_thread(tmp_pat
 # ---- counters
 
 
-def test_bad_steps_in_a_row_are_counted_across_a_resume(tmp_path: Path) -> None:
-    bad = poisoned("labeled", 2, 3, 4, 5, 6)
-    settings = {"max_steps": 10, "save_strategy": "steps", "save_steps": 4}
-    for logging_steps in (1, 3):
-        folder = tmp_path / str(logging_steps)
-        make_trainer(
-            folder, kind=bad, logging_steps=logging_steps, objects={"callbacks": [StopAfter(4)]}, **settings
-        ).train()
-        with pytest.raises(FloatingPointError, match=r"up to step 6.*checkpoint-4"):
-            make_trainer(folder, kind=bad, logging_steps=logging_steps, **settings).train(True)
-
-
 def test_a_resumed_log_repairs_no_loss_and_keeps_the_counts(tmp_path: Path) -> None:
     settings = {"max_steps": 6, "save_strategy": "steps", "save_steps": 2, "logging_steps": 3}
     for loss in ("labeled", "unlabeled"):
-        whole = make_trainer(tmp_path / f"whole-{loss}", kind=poisoned(loss, 2), **settings)
+        whole = make_trainer(tmp_path / f"whole-{loss}", kind=poisoned(loss, 1), **settings)
         whole.train()
         folder = tmp_path / loss
         make_trainer(
-            folder, kind=poisoned(loss, 2), objects={"callbacks": [StopAfter(2)]}, **settings
+            folder, kind=poisoned(loss, 1), objects={"callbacks": [StopAfter(2)]}, **settings
         ).train()
-        resumed = make_trainer(folder, kind=poisoned(loss, 2), **settings)
+        resumed = make_trainer(folder, kind=poisoned(loss, 1), **settings)
         resumed.train(True)
         assert logged(resumed, f"nonfinite/{loss}") == [1, 0]
         assert [math.isnan(value) for value in logged(resumed)] == [True, False]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -329,6 +330,15 @@ BAD = [  # settings, what the message must say
     ({"preset": "pretrained", "lr_cycle_steps": 1}, ["warmup_steps is 0.1", "set it to 0"]),
     ({"logging_strategy": "no"}, ["logging_strategy is no", "logging_steps"]),
     ({"cpu_threads": 0}, ["cpu_threads is 0", "at least 1"]),
+    *(
+        ({"learning_rate": rate}, [f"learning_rate is {rate}", "infinite or NaN"])
+        for rate in (math.nan, math.inf)
+    ),
+    ({"unlabeled_ratio": math.inf}, ["unlabeled_ratio is inf", "finite"]),
+    (
+        {"unlabeled_ratio": 1e9},
+        ["unlabeled_ratio 1000000000.0", "batch of 64", "131072 images per step", "lower"],
+    ),
     ({"optim": "adamw_torch"}, ["adamw_torch", "learning_rate", "weight_decay"]),
     ({"loss_kwargs": "0.9"}, ["loss_kwargs", "'0.9'", "mapping"]),
 ]

@@ -71,7 +71,7 @@ ALLOWED = {
     "hub": {"data", "evaluation.intervals", "methods", "models", "runs.report"},
     "data": {"_compat.datasets_builder", "_compat.datasets_private", "hub.client", "hub.texts"},
     "evaluation.report": {"evaluation", "plots"},
-    "evaluation": {"data", "hub.client", "hub.loading", "step.forwards"},
+    "evaluation": {"_compat.patches", "data", "hub.client", "hub.loading", "step.forwards"},
     "features.probe": {"evaluation.calibration"},
     "plots": set(),
     "echo.evaluation": {"data", "echo", "evaluation", "runs"},
@@ -90,7 +90,7 @@ ALLOWED = {
         *("data", "evaluation", "features", "hub.loading", "models.head", "runs.report", "step.forwards"),
     },
     "features.processes": set(),
-    "features": {"data", "hub.loading", "models", "step"},
+    "features": {"_compat.patches", "data", "hub.loading", "models", "step"},
     # runs, studies and commands
     "runs.recipe": set(),
     "runs.arguments": {"runs.recipe"},

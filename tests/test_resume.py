@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import TrainerCallback, TrainerState
+from transformers import TrainerCallback, TrainerState, ViTConfig, ViTForImageClassification
 
 from hf_fixastep import FixAStepTrainer
 from tests.short_runs import (
@@ -96,6 +96,30 @@ def test_a_resumed_run_equals_an_uninterrupted_one_wherever_it_broke_off(stop: i
 def test_a_resumed_run_with_accumulation_equals_an_uninterrupted_one(stop: int, tmp_path: Path) -> None:
     # Epochs of five batches are steps of 2, 2 and 1.
     interrupted_equals_whole(tmp_path, stop, gradient_accumulation_steps=2)
+
+
+class TiedForImageClassification(ViTForImageClassification):
+    """Both linear layers of its first block have the same weights."""
+
+    _tied_weights_keys = {"vit.layers.0.attention.q_proj.weight": "vit.layers.0.attention.k_proj.weight"}
+
+    def __init__(self, config: ViTConfig) -> None:
+        super().__init__(config)
+        attention = self.vit.layers[0].attention
+        attention.q_proj.weight = attention.k_proj.weight
+
+
+def tied_vit(seed: int) -> TiedForImageClassification:
+    config = tiny_vit().config
+    config.tie_word_embeddings = True
+    torch.manual_seed(seed)
+    return TiedForImageClassification(config)
+
+
+def test_a_resumed_run_with_tied_weights_equals_an_uninterrupted_one(tmp_path: Path) -> None:
+    attention = tied_vit(0).vit.layers[0].attention
+    assert attention.q_proj.weight is attention.k_proj.weight
+    interrupted_equals_whole(tmp_path, 3, tied_vit, max_steps=5)
 
 
 @pytest.mark.parametrize("stop", [3, 5])

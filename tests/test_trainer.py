@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import math
 import platform
 import subprocess
@@ -848,8 +849,11 @@ print(min(faults))
 """
 
 
-# With the libraries of a training loaded, as it is used.
-TUNED = "import hf_fixastep.trainer; from hf_fixastep._compat.patches import tune_cpu; tune_cpu(None)"
+# With the libraries of a training loaded, as it is used, and before features are embedded.
+TUNED = {
+    "training": "import hf_fixastep.trainer; from hf_fixastep._compat.patches import tune_cpu; tune_cpu()",
+    "embedding": "from tests.features.networks import tiny_backbone; tiny_backbone()",
+}
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="Only glibc has mallopt.")
@@ -860,4 +864,68 @@ def test_on_a_cpu_memory_is_kept_for_the_next_step() -> None:
 
     assert faults("") > 50  # pages, some of them huge
     # In some processes the addresses behind the heap are taken, by chance, and glibc asks the system again.
-    assert any(faults(TUNED) < 10 for _ in range(5))
+    for before in TUNED.values():
+        assert any(faults(before) < 10 for _ in range(5))
+
+
+# ---- precision
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_a_network_of_another_precision_is_trained_in_float32_from_its_values(
+    dtype: torch.dtype, tmp_path: Path
+) -> None:
+    given = tiny_vit().to(dtype)
+    start = {name: value.float() for name, value in weights(given).items()}
+    run = train(make_trainer(tmp_path, given, max_steps=2))
+    assert_equal(run.raw[0], start)
+    assert largest_difference(run.raw[2], start) > 0
+    expected = tiny_vit()
+    expected.load_state_dict(start)
+    assert_equal(run.raw[2], train(make_trainer(tmp_path, expected, max_steps=2)).raw[2])
+
+
+# ---- losses of one's own
+
+
+class Entropy(SemiSupervisedLoss):
+    """The unlabeled loss may contain the labeled one."""
+
+    views = ("weak",)
+    contained = 0.0
+
+    def forward(self, model: nn.Module, batch: SemiBatch, teacher: Any) -> Losses:
+        labeled, weak = self.logits(model, batch, "weak")
+        loss = self.labeled_loss(labeled, batch.y)
+        unlabeled = -(weak.softmax(-1) * weak.log_softmax(-1)).sum(-1).mean()
+        return Losses((2 - self.contained) * loss, unlabeled + self.contained * loss)
+
+
+@pytest.mark.parametrize("batchnorm", ["joint", "separate"])
+def test_the_two_losses_may_share_a_graph(batchnorm: str, tmp_path: Path) -> None:
+    """Without the gate it does not matter in which of the two the labeled loss is."""
+    runs = []
+    for contained in (0.0, 1.0):
+        loss = Entropy()
+        loss.contained = contained
+        settings = {"batchnorm": batchnorm, "gate": "off", "max_steps": 3, "mix_labeled": False}
+        settings |= {"unlabeled_weight": 1.0, "unlabeled_warmup_steps": 0.0}
+        runs.append(train(make_trainer(tmp_path, tiny_vit(), objects={"loss": loss}, **settings)))
+    assert_near(runs[1].raw[3], runs[0].raw[3])
+
+
+class WithoutGradient(Entropy):
+    name: str
+
+    def forward(self, *args: Any, **kwargs: Any) -> Losses:
+        losses = super().forward(*args, **kwargs)
+        values = {"labeled": losses.labeled.detach(), "unlabeled": losses.unlabeled.detach()}
+        return dataclasses.replace(losses, **{self.name: values[self.name]})
+
+
+@pytest.mark.parametrize("name", ["labeled", "unlabeled"])
+def test_a_loss_without_gradient_is_refused_in_a_sentence(name: str, tmp_path: Path) -> None:
+    loss = WithoutGradient()
+    loss.name = name
+    with pytest.raises(ValueError, match=f"The {name} loss of WithoutGradient has no gradient"):
+        make_trainer(tmp_path, objects={"loss": loss}).train()

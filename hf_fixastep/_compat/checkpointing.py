@@ -80,7 +80,7 @@ class CheckpointingTrainer(OptimizingTrainer):
     class_names: list[str]
     train_dataset: Any
     unlabeled: Any
-    bad_steps = 0  # in a row, up to the last log
+    bad_steps = 0  # in a row, up to the last log; of a checkpoint none, for such steps are not saved
 
     def identity(self) -> dict[str, Any]:
         """What must be the same for a checkpoint to be continued."""
@@ -169,7 +169,8 @@ class CheckpointingTrainer(OptimizingTrainer):
     def raw_weights(self) -> Iterator[None]:
         """Inside, the model has the raw weights of the best step; after it, their average again."""
         file = cast(Path, self.raw_weights_file)
-        load_whole(self.core_model, self.averaged_weights(file.parent) | load_file(file))
+        load_whole(self.core_model, self.averaged_weights(file.parent))
+        load_whole(self.core_model, load_file(file), strict=False)
         try:
             yield
         finally:
@@ -230,7 +231,6 @@ class CheckpointingTrainer(OptimizingTrainer):
         state["loss"] = self._tr_loss
         state["total_loss"] = torch.tensor(self._total_loss_scalar, dtype=torch.float64)
         state["last_logged"] = torch.tensor(self._globalstep_last_logged)
-        state["bad_steps"] = torch.tensor(self.bad_steps)
         save_file(state, folder / LOG_WINDOW.format(self.args.process_index))
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
@@ -251,7 +251,9 @@ class CheckpointingTrainer(OptimizingTrainer):
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         resume = cast(Resume, self.resume)
         resume.average = self.averaged_weights(resume.folder)
-        load_whole(self.core_model, resume.average | load_file(resume.folder / RAW_WEIGHTS))
+        load_whole(self.core_model, resume.average)
+        # After it, for of weights that are tied it has one name, and the average has them all.
+        load_whole(self.core_model, load_file(resume.folder / RAW_WEIGHTS), strict=False)
         self._load_loss(resume.folder)
 
     def _load_loss(self, folder: Path) -> None:
@@ -278,7 +280,6 @@ class CheckpointingTrainer(OptimizingTrainer):
         self._tr_loss = state["loss"].to(self.args.device)
         self._total_loss_scalar = state["total_loss"].item()
         self._globalstep_last_logged = int(state["last_logged"])
-        self.bad_steps = int(state["bad_steps"])
 
     # ---- logs
 

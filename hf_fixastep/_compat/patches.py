@@ -36,10 +36,11 @@ def allow_second_backward() -> None:
     functorch_config.donated_buffer = False
 
 
-def tune_cpu(threads: int | None) -> None:
+def tune_cpu(threads: int | None = None) -> None:
     """Set the number of threads, and let the C library keep large blocks that are freed.
 
-    Getting them again from the system takes a tenth of a step.
+    Getting them again from the system, page by page, takes a tenth of a step of a training, and more than
+    half of a forward of MobileNetV2 over 64 images.
     """
     if threads is not None:
         torch.set_num_threads(threads)

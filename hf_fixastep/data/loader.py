@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -159,11 +161,28 @@ class PairedLoader(DataLoader):
             num_workers=num_workers,
             pin_memory=pin_memory,
             persistent_workers=persistent_workers,
+            worker_init_fn=outlive_signal,
             generator=torch.Generator(),  # else every epoch takes a number from the global generator
         )
 
     def set_epoch(self, epoch: int) -> None:
         self.batch_sampler.set_epoch(epoch)  # type: ignore[union-attr]
+
+
+def outlive_signal(worker: int) -> None:
+    """Let a worker pass over the first signal to end, which supervisors send to all processes.
+
+    The step in progress is saved meanwhile, and torch takes a dead worker for an error. Not more than one:
+    `terminate` of its own has to work when the interpreter ends.
+    """
+    signals = (signal.SIGTERM, signal.SIGINT)
+
+    def pass_over(*_: Any) -> None:
+        for number in signals:
+            signal.signal(number, lambda *_: os._exit(0))  # as torch's own handler does
+
+    for number in signals:
+        signal.signal(number, pass_over)
 
 
 def as_is(batch: Any) -> Any:

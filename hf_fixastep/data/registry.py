@@ -14,6 +14,7 @@ from typing import Any
 
 import datasets
 import huggingface_hub
+from datasets.exceptions import DatasetGenerationError
 
 from hf_fixastep.checks import check_choice
 from hf_fixastep.data.base import WITHOUT_LABELS, ImageSet
@@ -104,8 +105,23 @@ def load_dataset(
     builder = _builder(name, config, data_dir, cache_dir, settings)
     if streaming:
         return _without_labels(builder.as_streaming_dataset(split=split))
-    builder.download_and_prepare()
+    _build(builder)
     return _without_labels(builder.as_dataset(split=split))
+
+
+def _build(builder: Any) -> None:
+    try:
+        builder.download_and_prepare()
+    except DatasetGenerationError as error:
+        cause: BaseException | None = error
+        while isinstance(cause, DatasetGenerationError):
+            cause = cause.__cause__
+        if not isinstance(cause, OSError):
+            raise
+        raise OSError(
+            f"The data set could not be written to {builder.cache_dir}: {cause}; make room there, or name "
+            "another place with the environment variable HF_DATASETS_CACHE."
+        ) from error
 
 
 def export_dataset(

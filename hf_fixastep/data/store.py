@@ -11,9 +11,11 @@ import logging
 import math
 import mmap
 import os
+import secrets
 import shutil
 import sys
 import uuid
+import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +32,8 @@ from hf_fixastep._compat.datasets_private import row_numbers
 
 
 # Of the decoding: to be raised when the same images give other pixels, or the file another layout.
-VERSION = 1
+VERSION = 2
+BLOCKS = 64  # parts of a file that have a checksum each
 HEADER_BYTES = 4096  # a page
 BLOCK_BYTES = 2**20  # what is held in memory while rows are rearranged
 # The kernel need not set memory aside in case all is written to. Python names this flag from 3.13 on.
@@ -58,23 +61,37 @@ class PixelFile:
         """In bytes."""
         return HEADER_BYTES + math.prod(self.shape)
 
-    @property
-    def header(self) -> bytes:
+    def header(self, checksums: list[int]) -> bytes:
         fields = {
             "version": VERSION,
             "key": self.key,
             "source": self.source,
             "dtype": "uint8",
             "shape": self.shape,
+            "checksums": checksums,
         }
         return json.dumps(fields).encode().ljust(HEADER_BYTES)
 
     def is_finished(self) -> bool:
+        """The file is there, of these images, and one of its parts, another one each time, is unharmed."""
         try:
             with open(self.path, "rb") as file:
-                return file.read(HEADER_BYTES) == self.header and os.fstat(file.fileno()).st_size == self.size
-        except FileNotFoundError:
+                header = file.read(HEADER_BYTES)
+                checksums = json.loads(header)["checksums"]
+                if header != self.header(checksums) or os.fstat(file.fileno()).st_size != self.size:
+                    return False
+                block = secrets.randbelow(BLOCKS)
+                return self.checksum(file, block) == checksums[block]
+        except (FileNotFoundError, ValueError, TypeError, LookupError):
             return False
+
+    def checksum(self, file: BinaryIO, block: int) -> int:
+        start, end = (math.prod(self.shape) * at // BLOCKS for at in (block, block + 1))
+        file.seek(HEADER_BYTES + start)
+        value = 0
+        for at in range(start, end, BLOCK_BYTES):
+            value = zlib.crc32(file.read(min(BLOCK_BYTES, end - at)), value)
+        return value
 
     def map(self) -> Tensor:
         """The pixels, read from the disk when they are used.
@@ -173,8 +190,10 @@ def _build(path: Path, files: dict[int, PixelFile], rows: Iterable[Tensor]) -> P
     try:
         file = _write_rows(out, files, rows)
         with _explained(file):
+            out.flush()
+            checksums = [file.checksum(out, block) for block in range(BLOCKS)]
             out.seek(0)
-            out.write(file.header)
+            out.write(file.header(checksums))
             out.flush()
             os.fsync(out.fileno())
             partial.replace(path)

@@ -18,8 +18,8 @@ import numpy as np
 import PIL.Image
 
 from hf_fixastep.data.files import SUFFIXES, UnreadableImage, read_grey
-from hf_fixastep.data.trees import LIMIT, Tree
-from hf_fixastep.echo.files import fit, import_reader, square_pixels, stretch
+from hf_fixastep.data.trees import Tree
+from hf_fixastep.echo.files import check_pixels, fit, import_reader, square_pixels, stretch
 from hf_fixastep.echo.sector import find_sector
 from hf_fixastep.echo.volumes import read_volume
 
@@ -54,12 +54,15 @@ def read_clip(tree: Tree, name: str) -> Clip:
     on CAMUS. All files with other suffixes than those of pictures are taken for DICOM, which often has none.
     """
     kind = name.lower()
-    if kind.endswith(VOLUMES):
-        clip = Clip(read_stretched(tree, name), is_screen=False)
-    elif kind.endswith(SUFFIXES):
-        clip = Clip(read_grey(tree.read(name))[None])
-    else:
-        clip = read_dicom(tree.read(name))
+    try:
+        if kind.endswith(VOLUMES):
+            clip = Clip(read_stretched(tree, name), is_screen=False)
+        elif kind.endswith(SUFFIXES):
+            clip = Clip(read_grey(tree.read(name))[None])
+        else:
+            clip = read_dicom(tree.read(name))
+    except MemoryError as error:
+        raise UnreadableImage("it does not fit into memory") from error
     if clip.frames.min() == clip.frames.max():
         raise UnreadableImage("all its pixels are equal")
     return clip
@@ -97,13 +100,17 @@ def read_dicom(data: bytes) -> Clip:
             header = pydicom.dcmread(io.BytesIO(data))
             check_header(header)
             spacing = pixel_spacing(header)
-            frames = [square_pixels(frame, spacing) for frame in decode(header)]
+            frames = [whole_numbers(square_pixels(frame, spacing)) for frame in decode(header)]
             study = header.get("StudyInstanceUID")
-    except UnreadableImage:
+    except (UnreadableImage, MemoryError):
         raise
     except Exception as error:  # of many kinds, with messages that quote the header
         raise UnreadableImage(f"its header or its pixels are damaged ({type(error).__name__})") from error
-    return Clip(np.rint(np.stack(frames)).astype(np.uint8), str(study) if study else None)
+    return Clip(np.stack(frames), str(study) if study else None)
+
+
+def whole_numbers(frame: np.ndarray) -> np.ndarray:
+    return np.rint(frame).astype(np.uint8)
 
 
 @contextlib.contextmanager
@@ -141,9 +148,8 @@ def check_header(header: Any) -> None:
     expected = 1 if photometric in (*GREY, "PALETTE COLOR") else 3 if photometric in COLOUR else None
     if expected is None or samples != expected:
         raise UnreadableImage("its photometric interpretation is unknown, or not for its number of samples")
-    size = int(header.Rows) * int(header.Columns)
-    if not 0 < size <= (PIL.Image.MAX_IMAGE_PIXELS or math.inf) or size * number_of_frames(header) > LIMIT:
-        raise UnreadableImage(f"its frames have no pixels, or {LIMIT:,} and more together")
+    size = number_of_frames(header), int(header.Rows), int(header.Columns)
+    check_pixels(*size, pixel_spacing(header))
 
 
 def number_of_frames(header: Any) -> int:

@@ -18,10 +18,12 @@ import torch
 import torch.nn.functional as F
 
 from hf_fixastep.data.files import UnreadableImage
+from hf_fixastep.data.trees import LIMIT
 
 
 ECHO_VIEWS = ("PLAX", "PSAX", "A4C", "A2C")  # the classes of all three sets
 SIDE = 112  # of the images of TMED-2
+FRAME_LIMIT = 2**24  # pixels; an eighth of a gigabyte where they are worked on as numbers
 MARKER = "PHANTOM.txt"
 
 
@@ -41,9 +43,22 @@ def import_reader(module: str, formats: str) -> Any:
 # Pixels
 
 
+def square_height(height: int, spacing: tuple[float, float]) -> int:
+    return max(1, round(height * spacing[0] / spacing[1]))
+
+
+def check_pixels(frames: int, height: int, width: int, spacing: tuple[float, float]) -> None:
+    """Refuse what would not fit into memory, as it is stored or with square pixels."""
+    pixels = max(height, square_height(height, spacing)) * width
+    if min(frames, height, width) < 1 or pixels > FRAME_LIMIT or pixels * frames > LIMIT:
+        raise UnreadableImage(
+            f"its frames have no pixels, or more than {FRAME_LIMIT:,} square ones each or {LIMIT:,} together"
+        )
+
+
 def square_pixels(frame: np.ndarray, spacing: tuple[float, float]) -> np.ndarray:
     """Resize the height so that pixels are as high as wide; bilinear, as the official code does it."""
-    height = max(1, round(frame.shape[0] * spacing[0] / spacing[1]))
+    height = square_height(frame.shape[0], spacing)
     if height == frame.shape[0]:
         return frame
     values = torch.from_numpy(frame.astype(np.float64))[None, None]

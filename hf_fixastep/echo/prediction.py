@@ -72,31 +72,50 @@ def study_id(uid: str | None, salt: str) -> str:
     return hashlib.sha256(f"{salt}\0{uid}".encode()).hexdigest()[:16] if uid else ""
 
 
-@dataclass
 class ViewTables:
-    """Rows of the three files that are written."""
+    """The three files, written row by row: what was found stays, whatever happens later."""
 
-    clips: list[dict[str, Any]] = field(default_factory=list)
-    frames: list[dict[str, Any]] = field(default_factory=list)
-    skipped: list[dict[str, str]] = field(default_factory=list)
+    def __init__(self, out: Path, classes: list[str]) -> None:
+        shares = [f"probability_{view}" for view in classes]
+        columns = {
+            "clips": ["file", "study", "frames", "view", "probability", "votes", "abstain", *shares],
+            "frames": ["file", "frame", "view", "probability", "abstain", *shares],
+            "skipped": ["file", "reason"],
+        }
+        self.clips: list[dict[str, Any]] = []
+        self.skipped: list[dict[str, Any]] = []
+        self.paths = {
+            part: out if part == "clips" else out.with_name(f"{out.stem}_{part}{out.suffix}")
+            for part in columns
+        }
+        for part, names in columns.items():
+            pd.DataFrame(columns=names).to_csv(self.paths[part], index=False)
+
+    def add(self, part: str, *rows: dict[str, Any]) -> None:
+        table = pd.DataFrame(rows)
+        table.to_csv(self.paths[part], mode="a", header=False, index=False, float_format="%.6g")
+        if part != "frames":  # of which there are many, and nobody asks for them again
+            getattr(self, part).extend(rows)
 
 
 def classify_files(
     args: PredictArguments, classifier: Classifier, calibration: Calibration, tree: Tree
 ) -> ViewTables:
-    tables, salt = ViewTables(), args.salt or secrets.token_hex(32)
+    tables, salt = ViewTables(Path(args.out), classifier.classes), args.salt or secrets.token_hex(32)
     names = [name for name in tree if not name.lower().endswith(PARTS)]
     for name in tqdm(names, "Reading files", unit="file"):
         try:
             clip = read_clip(tree, name)
             pixels = torch.from_numpy(prepare_frames(clip, args.mask))[:, None]
-        except UnreadableImage as error:
-            tables.skipped.append({"file": printable(name), "reason": str(error)})
+        except (UnreadableImage, MemoryError) as error:
+            reason = str(error) or "it does not fit into memory"
+            tables.add("skipped", {"file": printable(name), "reason": reason})
             continue
         frames = probabilities(classifier.logits(pixels), calibration.temperature)
         winner, probability, share = vote(frames)
         below, columns = calibration.abstain_below, [f"probability_{view}" for view in classifier.classes]
-        tables.clips.append(
+        tables.add(
+            "clips",
             {
                 "file": printable(name),
                 "study": study_id(clip.study, salt),
@@ -106,19 +125,20 @@ def classify_files(
                 "votes": share,
                 "abstain": probability < below,
                 **dict(zip(columns, frames.mean(0), strict=True)),
-            }
+            },
         )
-        for number, row in enumerate(frames):
-            tables.frames.append(
-                {
-                    "file": printable(name),
-                    "frame": number,
-                    "view": classifier.classes[row.argmax()],
-                    "probability": row.max(),
-                    "abstain": row.max() < below,
-                    **dict(zip(columns, row, strict=True)),
-                }
-            )
+        rows = [
+            {
+                "file": printable(name),
+                "frame": number,
+                "view": classifier.classes[row.argmax()],
+                "probability": row.max(),
+                "abstain": row.max() < below,
+                **dict(zip(columns, row, strict=True)),
+            }
+            for number, row in enumerate(frames)
+        ]
+        tables.add("frames", *rows)
     return tables
 
 
@@ -141,19 +161,7 @@ def read_inputs(argv: list[str]) -> tuple[PredictArguments, Classifier, Calibrat
     return args, classifier, calibration, tree
 
 
-def write_tables(tables: ViewTables, out: Path) -> list[Path]:
-    columns = {"clips": ["file", "view"], "frames": ["file", "frame", "view"], "skipped": ["file", "reason"]}
-    paths = []
-    for part, names in columns.items():
-        path = out if part == "clips" else out.with_name(f"{out.stem}_{part}{out.suffix}")
-        rows = getattr(tables, part)
-        table = pd.DataFrame(rows, columns=list(rows[0]) if rows else names)
-        table.to_csv(path, index=False, float_format="%.6g")
-        paths.append(path)
-    return paths
-
-
-def print_table(tables: ViewTables, classes: list[str], calibration: Calibration, paths: list[Path]) -> None:
+def print_table(tables: ViewTables, classes: list[str], calibration: Calibration) -> None:
     clips = pd.DataFrame(tables.clips)
     table = Table("view", "files", "abstained")
     for view in classes:
@@ -165,7 +173,8 @@ def print_table(tables: ViewTables, classes: list[str], calibration: Calibration
     console.print(f"abstained: below {threshold} of the validation images reach")
     for row in tables.skipped[:5]:
         console.print(f"skipped {row['file']}: {row['reason']}")
-    console.print(f"{len(clips):,} files used, {len(tables.skipped):,} skipped, written to", *paths)
+    used = f"{len(clips):,} files used, {len(tables.skipped):,} skipped, written to"
+    console.print(used, *tables.paths.values())
     console.print("For research only: not a medical device.")
 
 
@@ -176,11 +185,10 @@ def main(argv: list[str]) -> None:
     except (OSError, ValueError) as error:
         sys.exit(f"error: {error}")
     tables = classify_files(args, classifier, calibration, tree)
-    paths = write_tables(tables, Path(args.out))
     if not tables.clips:
         example = tables.skipped[0] if tables.skipped else {"file": "none", "reason": "there is none"}
         sys.exit(
             f"error: None of the {len(tables.skipped):,} files in {args.input} could be used, such as "
-            f"{example['file']}: {example['reason']}. All of them are in {paths[-1]}."
+            f"{example['file']}: {example['reason']}. All of them are in {tables.paths['skipped']}."
         )
-    print_table(tables, classifier.classes, calibration, paths)
+    print_table(tables, classifier.classes, calibration)

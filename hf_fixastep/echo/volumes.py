@@ -21,7 +21,7 @@ import numpy as np
 
 from hf_fixastep.data.files import UnreadableImage
 from hf_fixastep.data.trees import LIMIT, Tree
-from hf_fixastep.echo.files import import_reader
+from hf_fixastep.echo.files import check_pixels, import_reader
 
 
 META_TYPES = {"MET_UCHAR": "u1", "MET_USHORT": "u2", "MET_UINT": "u4", "MET_FLOAT": "f4"}
@@ -47,13 +47,15 @@ def read_volume(tree: Tree, name: str) -> Volume:
     read = read_meta_image if name.lower().endswith((".mhd", ".mha")) else read_nifti
     try:
         volume = read(tree, name)
-    except UnreadableImage:
+    except (UnreadableImage, MemoryError):
         raise
     except Exception as error:  # damaged in another way, such as a gz file that is cut short
         raise UnreadableImage(f"it is damaged ({type(error).__name__})") from error
     height, width = volume.spacing
     if not (0 < height < math.inf and 0 < width < math.inf and 0.1 <= height / width <= 10):
         raise UnreadableImage(f"its pixels are {width:g} wide and {height:g} high")
+    frames, rows, columns = volume.frames.shape
+    check_pixels(frames, rows, columns, volume.spacing)
     return volume
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from torchvision.transforms import InterpolationMode
 from torchvision.transforms.v2.functional import resize
 
+from hf_fixastep._compat.patches import tune_cpu
 from hf_fixastep.data.files import to_grey_or_rgb
 from hf_fixastep.data.processing import views_of
 from hf_fixastep.data.views import Views
@@ -45,6 +46,8 @@ class Classifier:
         self.model, self.processor = load_network(source, revision=revision, calibrated=calibrated)
         self.calibration = calibration.Calibration.of(self.model.config)  # a wrong one is found here
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        if self.device.type == "cpu":
+            tune_cpu()
         self.model.eval().to(self.device, memory_format=torch.channels_last)
         self.batch_size = batch_size
         self.classes = [str(self.model.config.id2label[at]) for at in range(self.model.config.num_labels)]

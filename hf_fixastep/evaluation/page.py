@@ -6,9 +6,10 @@ import contextlib
 import os
 import socket
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from html import escape
 from typing import Any
+from urllib.parse import urlsplit
 
 import numpy as np
 import PIL.Image
@@ -25,6 +26,7 @@ FOREIGN = 0.95  # share of known images that has to look more known, for a warni
 ROWS = 10  # classes shown
 LARGEST, SMALLEST = 1024, 360  # pixels of the image shown
 UPLOADS_KEPT = (60, 300)  # how often they are deleted, and from which age on, in seconds
+LOOPBACK = ["127.0.0.1", "localhost", "::1", "[::1]"]  # names of this machine
 HINT = "<p class='note'>Drop an image to see its class.</p>"
 CSS = """
 .gradio-container { width: 100% !important; max-width: 960px !important; margin: auto !important; }
@@ -172,6 +174,33 @@ def check_address(host: str, port: int | None) -> None:
         ) from error
 
 
+@contextlib.asynccontextmanager
+async def answer_this_machine(app: Any) -> AsyncIterator[None]:
+    """Refuse other names and origins, before anything of Gradio, which answers preflights itself.
+
+    Else a page of the internet could give its own name the address of this machine, and read the answers.
+    """
+    from starlette.middleware.trustedhost import TrustedHostMiddleware
+    from starlette.responses import PlainTextResponse
+
+    inner = TrustedHostMiddleware(app.middleware_stack, allowed_hosts=LOOPBACK, www_redirect=False)
+
+    async def guarded(scope: Any, receive: Any, send: Any) -> None:
+        origins = [value.decode("latin-1") for name, value in scope.get("headers", ()) if name == b"origin"]
+        refusal = PlainTextResponse("Invalid origin header", status_code=400)
+        await (inner if all(map(is_local, origins)) else refusal)(scope, receive, send)
+
+    app.middleware_stack = guarded
+    yield
+
+
+def is_local(origin: str) -> bool:
+    try:
+        return urlsplit(origin).hostname in LOOPBACK
+    except ValueError:
+        return False
+
+
 def serve(page: Any, host: str, port: int | None) -> None:
     """In a thread. Nothing leaves the machine, nothing is kept, nothing else on the disk can be read.
 
@@ -179,6 +208,7 @@ def serve(page: Any, host: str, port: int | None) -> None:
         port: if not given, the first free one from 7860 on.
     """
     page.launch(
+        app_kwargs={"lifespan": answer_this_machine} if host in LOOPBACK else {},
         server_name=host,
         server_port=port or None,
         css=CSS,

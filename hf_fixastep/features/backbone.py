@@ -13,6 +13,7 @@ import PIL.Image
 import torch
 from torch import Tensor, nn
 
+from hf_fixastep._compat.patches import tune_cpu
 from hf_fixastep.data.files import to_grey_or_rgb
 from hf_fixastep.data.processing import views_of, with_size
 from hf_fixastep.data.views import Views
@@ -42,6 +43,8 @@ class Backbone:
         self.processor = processor if image_size is None else with_size(processor, image_size)
         device = processes().device  # of this process
         self.device = device if device.type == "cuda" else torch.device("cpu")
+        if self.device.type == "cpu":
+            tune_cpu()
         self.model = model.eval().to(self.device, memory_format=torch.channels_last)
         self.head: nn.Linear = classification_head(model, model.config.num_labels)
         if not getattr(self.processor, "do_rescale", True) or not is_eighth_bit(self.processor):

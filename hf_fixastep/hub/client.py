@@ -16,6 +16,7 @@ from huggingface_hub import (
     CommitOperationAdd,
     CommitOperationDelete,
     HfApi,
+    close_session,
     constants,
     get_session,
     get_token,
@@ -32,6 +33,7 @@ from hf_fixastep.hub.checks import check_repo_id, shown
 
 PATIENCE = 60.0  # seconds without success until retries end
 STALL = 30.0  # seconds that a single send or receive may take
+SLOWEST = 1024  # bytes per second that an answer longer than `PATIENCE` has to bring
 PAUSE = 1.0  # seconds between tries
 TRIES = 3  # of a whole push, which finds what an earlier one has left
 TRANSIENT = (408, 409, 412, 429, 500, 502, 503, 504)
@@ -89,6 +91,52 @@ class Trouble(threading.local):
             raise TimeoutError(f"the Hub asks to wait for {wait} seconds: try again after that")
 
 
+class SteadyStream(httpx2.SyncByteStream):
+    """The body of an answer, given up if it only drips: every byte would start the time of `STALL` anew."""
+
+    def __init__(self, stream: Any) -> None:
+        self.stream = stream
+
+    def __iter__(self) -> Iterator[bytes]:
+        start, received = time.monotonic(), 0
+        for part in self.stream:
+            received += len(part)
+            passed = time.monotonic() - start
+            if passed > PATIENCE and received < passed * SLOWEST:
+                raise TimeoutError(
+                    f"the Hub has sent {received:,} bytes in {passed:.0f} seconds: try again later"
+                )
+            yield part
+
+    def close(self) -> None:
+        self.stream.close()
+
+
+def expect_steadiness(response: httpx2.Response) -> None:
+    response.stream = SteadyStream(response.stream)
+
+
+def expect_headers(request: httpx2.Request) -> None:
+    """Give up an answer whose headers drip: a read cannot be ended but by closing what it reads from."""
+    start, timer = 0.0, threading.Timer(PATIENCE, close_session)
+
+    def trace(event: str, info: Mapping[str, Any]) -> None:
+        nonlocal start, timer
+        if event.endswith("receive_response_headers.started"):  # twice where a proxy answers first
+            start, timer = time.monotonic(), threading.Timer(PATIENCE, close_session)
+            timer.daemon = True
+            timer.start()
+        elif event.endswith(("receive_response_headers.complete", "receive_response_headers.failed")):
+            timer.cancel()
+            passed = time.monotonic() - start
+            if event.endswith("failed") and passed >= PATIENCE:
+                raise TimeoutError(
+                    f"the Hub has not sent its headers in {passed:.0f} seconds: try again later"
+                )
+
+    request.extensions["trace"] = trace
+
+
 def refuse_other_hosts(response: httpx2.Response) -> None:
     """What is pushed goes to the host that the user named, and to no other."""
     if response.has_redirect_location:
@@ -113,9 +161,9 @@ def limits(other_hosts: bool) -> Iterator[None]:
         client = earlier()
         client.timeout = STALL  # the default is none at all
         hooks = client.event_hooks
-        after = [trouble.after] if other_hosts else [trouble.after, refuse_other_hosts]
+        after = [trouble.after, expect_steadiness, *([] if other_hosts else [refuse_other_hosts])]
         client.event_hooks = {
-            "request": [*hooks["request"], trouble.before],
+            "request": [*hooks["request"], trouble.before, expect_headers],
             "response": [*hooks["response"], *after],
         }
         return client

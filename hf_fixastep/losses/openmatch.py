@@ -64,6 +64,11 @@ class OpenMatch(SemiSupervisedLoss):
         self.decay = decay
 
     def prepare(self, model: nn.Module, num_labels: int, unlabeled_rows: int, validation_rows: int) -> None:
+        if num_labels < 2:
+            raise ValueError(
+                "OpenMatch sets each class against the nearest other one, but the labeled images have one "
+                "class; choose another loss, or give images of two."
+            )
         self.one_vs_all = nn.Linear(
             classification_head(model, num_labels).in_features, 2 * num_labels, bias=False
         )

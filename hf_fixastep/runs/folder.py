@@ -19,7 +19,7 @@ FIGURES = {
 WEIGHTS, METRICS, LOG = "model.safetensors", "metrics.json", "log.csv"
 RECIPE, CARD = "recipe.yaml", "README.md"
 CONFIGS = ("config.json", "preprocessor_config.json")
-PREDICTIONS = "test_predictions.csv"  # class numbers, one row per test image
+PREDICTIONS = "test_predictions.csv"  # class numbers, and patients if known, one row per test image
 # In a checkpoint, beside model.safetensors, which holds the averaged weights.
 RAW_WEIGHTS = "training_weights.safetensors"  # what the optimizer updates
 LORA_STATE = "lora.safetensors"  # the average as it is trained; model.safetensors has the changes added in

@@ -10,6 +10,7 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any, cast
 
+import datasets
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -101,13 +102,13 @@ def new_head(features: Mapping[str, Features], with_pile: bool) -> FeatureHead:
 PROBES: dict[tuple[str, ...], Probe] = {}  # by the fingerprints of their images
 SHAPES: dict[str, Shape] = {}
 SPREADS: dict[tuple[str, ...], tuple[NDArray, NDArray]] = {}
-LAST: dict[str, tuple[Backbone, dict[str, Features], str]] = {}
+LAST: dict[str, tuple[Backbone, dict[str, Features], datasets.Dataset]] = {}
 
 
 def frozen_data(
     make: Callable[[], tuple], data_args: DataArguments, model_args: ModelArguments, args: FixAStepConfig
-) -> tuple[Backbone, dict[str, Features], str]:
-    """The frozen network, the features of all splits of the data, and the name of their variant.
+) -> tuple[Backbone, dict[str, Features], datasets.Dataset]:
+    """The frozen network, the features of all splits of the data, and the test images.
 
     Args:
         make: loads model, image processor and data.
@@ -118,7 +119,7 @@ def frozen_data(
         model, processor, data = make()
         backbone = Backbone(model, processor)
         LAST.clear()
-        LAST[key] = backbone, embed_splits(data, backbone, model_args, args), data["test"].info.config_name
+        LAST[key] = backbone, embed_splits(data, backbone, model_args, args), data["test"]
     return LAST[key]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,22 @@ from hf_fixastep.checks import check_choice
 
 
 class RecipeLoader(yaml.SafeLoader):
-    """YAML as people write it: 1e-6 is a number, off and no are words; PyYAML sees text and false."""
+    """YAML as people write it: 1e-6 is a number, off and no are words; PyYAML sees text and false.
+
+    A key that is written twice is a mistake, of which PyYAML would take the last one.
+    """
 
     yaml_implicit_resolvers = {
         first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:bool"]
         for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        keys = Counter(key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode))
+        if twice := [key for key, count in keys.items() if count > 1]:
+            message = f"the key {twice[0]} is there twice"
+            raise yaml.constructor.ConstructorError(None, None, message, node.start_mark)
+        return super().construct_mapping(node, deep)
 
 
 RecipeLoader.add_implicit_resolver(
@@ -33,6 +44,8 @@ def read(name: str, text: str) -> dict[str, Any]:
         settings = yaml.load(text, RecipeLoader)
     except yaml.YAMLError as error:
         raise ValueError(f"{name} is not YAML: {' '.join(str(error).split())}.") from error
+    except RecursionError:
+        raise ValueError(f"{name} is nested too deep for settings; write  key: value.") from None
     if not isinstance(settings, dict):
         raise ValueError(f"{name} holds no settings, but {text.strip()!r}; a mapping is written  key: value.")
     return settings

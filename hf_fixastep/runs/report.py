@@ -6,6 +6,7 @@ import functools
 import importlib.metadata
 import json
 import platform
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +32,7 @@ class RunReport:
         self.dataset: dict[str, Any] = {}  # name, config and whether it is medical, where someone knows
         self.loss: str | None = None  # its name, if not that of the trainer's loss
         self.recipe: dict[str, Any] | None = None  # the settings given, where someone knows
+        self.patients: Sequence[str] | None = None  # of the test images, where someone knows
         # "probe" and "labeled-only", each with its test_accuracy and the like, where they were measured
         self.baselines: dict[str, dict[str, float]] = {}
 

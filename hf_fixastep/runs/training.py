@@ -16,7 +16,7 @@ from sklearn.metrics import confusion_matrix
 from transformers import set_seed
 from transformers.utils import logging
 
-from hf_fixastep.checkpoints import checkpoints, find_checkpoint
+from hf_fixastep.checkpoints import checkpoints, find_checkpoint, only_run
 from hf_fixastep.config import FixAStepConfig
 from hf_fixastep.data.features import Examples
 from hf_fixastep.data.registry import is_medical, load_dataset
@@ -54,7 +54,7 @@ def main(argv: list[str]) -> None:
     try:
         start()
         finish(trainer, data)
-    except OSError as error:  # a full disk, another run in the same folder, or a push that failed
+    except (OSError, FloatingPointError) as error:  # a full disk, a busy folder, a failed push; divergence
         sys.exit(f"error: {error}")
 
 
@@ -72,13 +72,13 @@ def prepare(argv: list[str]) -> tuple[FixAStepTrainer, Any, Callable[[], object]
     if args.loss == NEIGHBOURS and args.keep == "model":
         raise ValueError("Nearest neighbours leave no model; give --keep numbers, or --loss probe.")
     if args.trainable == "head" or args.loss in FITTED:
-        backbone, data, config_name = frozen_data(make, data_args, model_args, args)
+        backbone, data, test = frozen_data(make, data_args, model_args, args)
         trainer = HeadTrainer(backbone, args, data)
         if is_pretrained(model_args) and args.keep == "model" and args.loss not in FITTED:
             trainer.card.baselines = baselines(backbone, data, args)
     else:
         model, processor, data = make()
-        measured, config_name = {}, data["test"].info.config_name
+        measured, test = {}, data["test"]
         if is_pretrained(model_args) and args.keep == "model":  # before the training changes the network
             tested = {name: data[name] for name in ("labeled", "validation", "test")}
             backbone = Backbone(model, processor)
@@ -95,11 +95,12 @@ def prepare(argv: list[str]) -> tuple[FixAStepTrainer, Any, Callable[[], object]
         trainer.card.baselines = measured
     trainer.card.dataset = {
         "name": data_args.dataset,
-        "config": config_name,
+        "config": test.info.config_name,
         "medical": medical,
         "phantom": is_phantom(data_args.data_dir),
     }
     trainer.card.recipe = given
+    trainer.card.patients = test["patient"] if "patient" in test.column_names else None
     if isinstance(trainer, HeadTrainer) and args.loss in FITTED:
         return trainer, data, partial(take_baseline, trainer)
     if procedure is not None:
@@ -116,6 +117,9 @@ def checkpoint_to_resume(args: FixAStepConfig) -> str | None:
     if wanted and wanted.lower() not in ("true", "false"):
         return wanted
     if wanted and wanted.lower() == "true":
+        if args.should_save and Path(folder).is_dir():
+            with only_run(folder):  # else the checkpoint found may be gone in a moment
+                pass
         return folder if args.procedure else find_checkpoint(folder)
     if checkpoints(folder) or any((Path(folder) / name).exists() for name in (METRICS, PROCEDURE)):
         raise ValueError(
@@ -160,6 +164,8 @@ def finish(trainer: FixAStepTrainer, data: Any) -> None:
     tested = evaluate_classifier(logits, labels, trainer.class_names, "test_")
     metrics = trainer.card.facts({**validation, **(test.metrics or {}), **tested, **raw}, {"test": images})
     answers = pd.DataFrame({"label": labels, "prediction": logits.argmax(-1)})
+    if trainer.card.patients is not None:
+        answers["patient"] = list(trainer.card.patients)
     answers.to_csv(folder / PREDICTIONS, index=False)
     figures: list[Path] = []
     if trainer.args.keep == "model":

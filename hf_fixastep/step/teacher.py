@@ -84,7 +84,7 @@ def whole_parameters(model: nn.Module) -> dict[str, Tensor]:
     return {name: p.full_tensor() if isinstance(p, DTensor) else p for name, p in model.named_parameters()}
 
 
-def load_whole(model: nn.Module, state: dict[str, Tensor]) -> None:
+def load_whole(model: nn.Module, state: dict[str, Tensor], strict: bool = True) -> None:
     """`load_state_dict` of whole tensors; to be called on all processes."""
     reshard(model)
     own = model.state_dict()
@@ -94,4 +94,4 @@ def load_whole(model: nn.Module, state: dict[str, Tensor]) -> None:
         else value
         for name, value in state.items()
     }
-    model.load_state_dict(shards)
+    model.load_state_dict(shards, strict)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import html.parser
+import http.client
 import importlib.util
 import io
 import json
@@ -342,6 +343,45 @@ def test_the_page_is_for_this_machine_and_keeps_no_history(page):
     assert not config["analytics_enabled"]
     assert not config["run_history"]
     assert page.get("gradio_api/runs")[0] == 404
+
+
+def ask(page, method: str, host: str, origin: str) -> tuple[http.client.HTTPResponse, bytes]:
+    connection = http.client.HTTPConnection(page.blocks.local_url.removeprefix("http://").rstrip("/"))
+    port = connection.port
+    headers = {"Host": f"{host}:{port}", "Origin": f"http://{origin}:{port}"}
+    headers |= {"Access-Control-Request-Method": "POST"} if method == "OPTIONS" else {}
+    connection.request(method, "/config", headers=headers)
+    answer = connection.getresponse()
+    content = answer.read()
+    connection.close()
+    return answer, content
+
+
+@pytest.mark.parametrize("method", ["GET", "OPTIONS"])
+@pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "[::1]"])
+def test_names_of_this_machine_are_answered(page, host, method):
+    answer, content = ask(page, method, host, host)
+    assert answer.status == 200
+    assert (b"components" in content) == (method == "GET")
+
+
+@pytest.mark.parametrize("method", ["GET", "OPTIONS"])
+@pytest.mark.parametrize(
+    ("host", "origin"),
+    [
+        ("evil.example", "evil.example"),
+        ("evil.example", "localhost"),
+        ("localhost", "evil.example"),
+        ("[::1]", "evil.example"),
+        ("localhost", "["),
+    ],
+)
+def test_other_names_and_origins_are_refused(page, host, origin, method):
+    """Else a page of the internet could call itself by its own name here."""
+    answer, content = ask(page, method, host, origin)
+    assert answer.status == 400
+    assert answer.getheader("Access-Control-Allow-Origin") is None
+    assert b"components" not in content
 
 
 def test_the_title_stays_text(page):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import multiprocessing
 import os
@@ -12,6 +13,7 @@ import shutil
 import signal
 import tempfile
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -284,6 +286,24 @@ class TestDamage:
         with open(path, "r+b") as file:
             file.write(header)
         assert self.damage_is_repaired(split, decoded, caplog)
+
+    @pytest.mark.parametrize("at", [0, COUNT * ROW // 2, COUNT * ROW - 1])
+    def test_of_a_pixel(self, split, decoded, caplog, monkeypatch, at):
+        monkeypatch.setattr(store, "BLOCKS", 1)  # of several one is looked at
+        path = Images.from_dataset(split, SIZE).file.path
+        with open(path, "r+b") as file:
+            file.seek(store.HEADER_BYTES + at)
+            value = file.read(1)[0]
+            file.seek(store.HEADER_BYTES + at)
+            file.write(bytes([value ^ 16]))
+        assert self.damage_is_repaired(split, decoded, caplog)
+
+    def test_each_part_has_a_checksum(self, split):
+        images = Images.from_dataset(split, SIZE)
+        content = images.file.path.read_bytes()
+        pixels, parts = content[4096:], json.loads(content[:4096])["checksums"]
+        ends = [len(pixels) * part // 64 for part in range(65)]
+        assert parts == [zlib.crc32(pixels[a:b]) for a, b in itertools.pairwise(ends)]
 
     def test_of_other_images(self, split, decoded, caplog):
         path = Images.from_dataset(split, SIZE).file.path

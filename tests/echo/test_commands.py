@@ -452,6 +452,29 @@ def test_a_folder_that_may_not_be_opened_is_an_error(run, studies, monkeypatch):
         call(run, studies)
 
 
+def test_what_was_predicted_is_on_the_disk_when_a_later_file_ends_the_program(
+    run, studies, tmp_path, monkeypatch
+):
+    whole, part = tmp_path / "whole.csv", tmp_path / "part.csv"
+    words = ["--model", str(run), "--input", str(studies), "--salt", "pepper", "--out"]
+    prediction.main([*words, str(whole)])
+    read, names = prediction.read_clip, list[str]()
+
+    def read_two(tree, name):
+        names.append(name)
+        if len(names) > 2:
+            raise KeyboardInterrupt
+        return read(tree, name)
+
+    monkeypatch.setattr(prediction, "read_clip", read_two)
+    with pytest.raises(KeyboardInterrupt):
+        prediction.main([*words, str(part)])
+    found, expected = pd.read_csv(part), pd.read_csv(whole)
+    listed = len(found) + len(pd.read_csv(tmp_path / "part_skipped.csv"))
+    assert listed == 2
+    pd.testing.assert_frame_equal(found, expected[: len(found)])
+
+
 def test_one_file_may_be_given_instead_of_a_folder_and_a_model_without_calibration(studies, tmp_path):
     run = save_run(tmp_path / "plain")
     out = call(run, studies / "still.jpg", "--uncalibrated", "true", out=tmp_path / "one.csv")

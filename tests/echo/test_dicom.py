@@ -324,8 +324,8 @@ BAD_FILES: dict[str, tuple[bytes, str]] = {
     "one number for a spacing": (bad(PixelSpacing=[0.5]), "damaged"),
     "region of no height": (bad(SequenceOfUltrasoundRegions=[region(0, 1)]), "pixel spacing"),
     "no rows": (bad(Rows=0), "no pixels"),
-    "huge frames": (bad(Rows=65535, Columns=65535), "536,870,912 and more"),
-    "a million frames": (bad(NumberOfFrames=1_000_000), "536,870,912 and more"),
+    "huge frames": (bad(Rows=65535, Columns=65535), "16,777,216 .* 536,870,912 together"),
+    "a million frames": (bad(NumberOfFrames=1_000_000), "16,777,216 .* 536,870,912 together"),
     "bits that do not exist": (bad(BitsAllocated=12), "damaged"),
     "all black": (encoded(dicom(np.zeros((3, 20, 30), np.uint8))), "all its pixels are equal"),
 }

@@ -22,7 +22,7 @@ from hf_fixastep.data import DATASETS, export_dataset, folder_report, list_datas
 from hf_fixastep.data.images import Images
 from hf_fixastep.data.loader import PairedLoader
 from hf_fixastep.data.registry import is_medical
-from hf_fixastep.data.store import PixelFile
+from hf_fixastep.data.store import BLOCKS, PixelFile
 from hf_fixastep.echo import files, heart2heart, volumes
 from hf_fixastep.losses.functional import class_weights
 from tests.echo import echo_sets
@@ -450,11 +450,13 @@ def own_megabytes() -> float:
 def test_353500_frames_are_drawn_from_without_being_held_in_memory(tmp_path):
     """On a finished store of that many frames, 4.4 GB, most of which take no room on the disk."""
     file = PixelFile(tmp_path / "frames.uint8", "key", "source", (353_500, 1, SIDE, SIDE))
-    with open(file.path, "wb") as out:
-        out.write(file.header)
+    with open(file.path, "wb+") as out:
         out.truncate(4096 + 353_500 * SIDE * SIDE - 1)
         out.seek(0, os.SEEK_END)
         out.write(b"\7")
+        zeros, last = file.checksum(out, 0), file.checksum(out, BLOCKS - 1)  # all parts are of one size
+        out.seek(0)
+        out.write(file.header([zeros] * (BLOCKS - 1) + [last]))
     assert file.is_finished()
     pixels = torch.zeros(1561, 1, SIDE, SIDE, dtype=torch.uint8)
     labeled, before = Images(pixels, torch.zeros(1561, dtype=torch.int64)), own_megabytes()

@@ -19,6 +19,7 @@ given; `hub.heal()` forgets those that are left:
     hub.fail("upload", "reset")  # the connection, in the middle of the body; nothing is done
     hub.fail("commit", "lost")  # done, but the connection breaks before the answer
     hub.fail("download", "drip", seconds=0.5)  # the reply in 5 pieces, a pause before each
+    hub.fail("create", "endless")  # headers without end, ten a second
     hub.fail("download", "corrupt", path="model.")  # one byte changed, on the way down or up
     hub.fail("download", "redirect")  # to OTHER_HOST, where the same server listens and nothing fails
 
@@ -77,7 +78,7 @@ ROUTES = [
     ("head", "HEAD", f"{REPO}/resolve/{REVISION}/(?P<path>.+)"),
     ("download", "GET", f"{REPO}/resolve/{REVISION}/(?P<path>.+)"),
 ]
-FAULTS = ("reset", "lost", "drip", "corrupt", "redirect")
+FAULTS = ("reset", "lost", "drip", "endless", "corrupt", "redirect")
 # What the Hub says with a status, where the client makes something of it: message, code.
 PLAYED = {
     401: ("Invalid credentials in Authorization header", ""),
@@ -362,6 +363,10 @@ class Handler(BaseHTTPRequestHandler):
         sleep(pause)
         self.record.status = self.status
         self.send_response(self.status)
+        while self.plays("endless"):
+            self.send_header("X-More", "to come")
+            self.flush_headers()
+            sleep(0.1)
         for name, value in {"Content-Length": str(len(body)), **self.fields}.items():
             self.send_header(name, value)
         self.end_headers()

@@ -58,6 +58,8 @@ FAULTS = {
     "commit reset": ("commit", "reset", {}, "the connection broke: try again"),
     "preupload too slow": ("preupload", "drip", {"seconds": 1}, "the connection broke or no answer came for"),
     "create too slow": ("create", "drip", {"seconds": 1}, "the Hub was silent for"),
+    "create drips": ("create", "drip", {"seconds": 0.2}, "bytes in 1 seconds: try again later"),
+    "create drips headers": ("create", "endless", {}, "the Hub has not sent its headers in 1 seconds"),
     "wrong hash": ("upload", "corrupt", {}, "the Hub refused what it got ('The sha256 of the content"),
     "redirect of the upload": ("upload", "redirect", {}, "the Hub sends us to another host, '127.0.0.2'"),
     "redirect of the commit": ("commit", "redirect", {}, "the Hub sends us to another host, '127.0.0.2'"),

@@ -253,6 +253,14 @@ def test_a_second_run_in_the_same_folder_ends_in_one_sentence(tmp_path):
         training.main(arguments("digits/quickstart.yaml", tmp_path))
 
 
+def test_a_folder_in_use_is_not_looked_through_for_a_checkpoint(tmp_path, monkeypatch):
+    """Its run may prune what was found in the next moment, and the sentence would be about that."""
+    monkeypatch.setattr(training, "find_checkpoint", lambda folder: pytest.fail("it was looked through"))
+    words = [*arguments("digits/quickstart.yaml", tmp_path), "--resume_from_checkpoint", "true"]
+    with only_run(tmp_path), pytest.raises(SystemExit, match=f"error: Another run is writing to {tmp_path}"):
+        training.main(words)
+
+
 class StopAfter(TrainerCallback):
     def __init__(self, steps: int) -> None:
         self.steps = steps

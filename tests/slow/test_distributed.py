@@ -246,7 +246,7 @@ def test_two_shards_are_one_process_with_twice_the_batch(name: str, launched: Pa
 def test_sharding_changes_nothing(loss: str, mode: str, launched: Path) -> None:
     """With batch norm, mixing, augmentation, teacher and evaluations in between."""
     # FSDP2 has no channels_last, and VAT magnifies the other order of sums.
-    within = 5e-4 if loss == "vat" else 2e-6
+    within = 5e-4 if loss == "vat" else 4e-6  # of running variances, up to 5
     for what in ("", "-average"):
         for way in ("ddp", "fsdp"):
             assert_same(launched, f"{way}-{loss}-{mode}{what}")

@@ -343,7 +343,10 @@ def test_other_seeds_draw_other_values():
         ({"learning_rate": {"low": 1, "hihg": 2}}, "a range {low, high, log} with low < high"),
         ({"learning_rate": {"low": 0.3, "high": 0.1}}, "with low < high and"),
         ({"learning_rate": {"low": 0, "high": 0.1, "log": True}}, "0 < low for log"),
-        ({"unlabeled_weight": [1, -1]}, "unlabeled_weight is -1.0, but it cannot be negative."),
+        (
+            {"unlabeled_weight": [1, -1]},
+            "unlabeled_weight is -1.0, but it cannot be negative, infinite or NaN.",
+        ),
         ({"learning_rate": ["high"]}, "Argument --learning_rate"),
         ({"gate": ["drop", "off"]}, "gate is given, but a search runs the base method"),
         ({"max_steps": [2, 4]}, "max_steps is in the space and also set"),

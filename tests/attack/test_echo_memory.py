@@ -1,0 +1,58 @@
+"""Small echo files that would fill the memory."""
+
+from __future__ import annotations
+
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hf_fixastep.data.files import UnreadableImage
+from hf_fixastep.data.trees import Tree
+from hf_fixastep.echo import clips
+from hf_fixastep.echo.clips import read_clip
+from tests.echo.test_dicom import dicom, encoded
+
+
+TOO_LARGE = "more than 16,777,216 square ones each or 536,870,912 together"
+
+
+def meta_image(height: int, width: int, frames: int, spacing: str) -> bytes:
+    header = f"DimSize = {width} {height} {frames}\nElementSpacing = {spacing} 1\nElementType = MET_UCHAR\n"
+    pixels = zlib.compress(bytes(height * width * frames), 1)
+    return f"{header}CompressedData = True\nElementDataFile = LOCAL\n".encode() + pixels
+
+
+def dicom_file(rows: int, columns: int, spacing: list[float]) -> bytes:
+    return encoded(dicom(np.zeros((1, rows, columns), np.uint8), PixelSpacing=spacing))
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("tall.mha", lambda: meta_image(4000, 4000, 1, "1 10")),  # 160 million pixels from 16 million
+        ("flat.mha", lambda: meta_image(5000, 5000, 1, "10 1")),  # few pixels, but from too many
+        ("clip.mha", lambda: meta_image(512, 512, 250, "1 10")),  # each frame would do
+        ("tall", lambda: dicom_file(2000, 2000, [10, 1])),
+    ],
+)
+def test_frames_that_would_fill_the_memory_are_passed_over(name: str, content: Any, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(content())
+    with pytest.raises(UnreadableImage, match=TOO_LARGE):
+        read_clip(Tree(tmp_path), name)
+
+
+def test_a_lack_of_memory_counts_as_an_unreadable_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(clips, "square_pixels", full)
+    (tmp_path / "file").write_bytes(dicom_file(20, 30, [1, 1]))
+    (tmp_path / "file.mha").write_bytes(meta_image(20, 30, 1, "1 1"))
+    for name in ("file", "file.mha"):
+        with pytest.raises(UnreadableImage, match="it does not fit into memory"):
+            read_clip(Tree(tmp_path), name)
