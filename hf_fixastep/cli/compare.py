@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pandas as pd
+from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
@@ -25,6 +27,7 @@ from hf_fixastep.study.comparison import (
     questions,
 )
 from hf_fixastep.study.figures import STUDY_FIGURES, left_out, save
+from hf_fixastep.study.label_figures import plot_over_labels
 from hf_fixastep.study.results import read_runs
 from hf_fixastep.study.statistics import Interval
 
@@ -53,7 +56,8 @@ def print_comparison(found: Comparison) -> None:
     console.print(comparison_table(found))
     if any(mean.seeds == 1 for mean in found.means):
         console.print(
-            "The interval of a single seed is over test images and says nothing of the chance in training."
+            "The interval of a single seed is over test images, or their patients where these are known, and "
+            "says nothing of the chance in training."
         )
     for question, answers in questions(found).items():
         console.print(f"\n[bold]{question}[/bold]")
@@ -98,22 +102,38 @@ def draw_figures(runs: pd.DataFrame, metric: str, folder: Path) -> list[str]:
     """Draw what the runs support, apart for each data set and label count; returns what to tell."""
     told = []
     config = runs["dataset_config"].where(~runs["dataset_config"].astype(str).str.startswith("zeta"))
-    parts = list(runs.groupby([runs["dataset"], config, runs["labels_per_class"]], dropna=False, sort=False))
-    for key, part in parts:
-        words = [str(word) for word in key if word == word and word is not None]
-        ending = "-" + "-".join(word.removesuffix(".0") for word in words) if len(parts) > 1 else ""
-        for name, draw in STUDY_FIGURES.items():
-            try:
-                files = save(draw(part, metric), folder / f"{name}{ending}")
-            except ValueError as reason:
-                told.append(f"No {name}{ending}: {reason}.")
-            else:
-                told.append(f"Figure: {', '.join(map(str, files))}")
+    data = [runs["dataset"], config]
+    for ending, part in parts_of(runs, [*data, runs["labels_per_class"]]):
+        told += [
+            draw_figure(draw, part, metric, folder / f"{n}{ending}") for n, draw in STUDY_FIGURES.items()
+        ]
         if number := left_out(part):
             told.append(
                 f"The figures{ending} show one setting of each method and leave out {number} further ones."
             )
+    for ending, part in parts_of(runs, data):
+        told.append(
+            draw_figure(plot_over_labels, part, metric, folder / f"against_probe_over_labels{ending}")
+        )
     return told
+
+
+def parts_of(runs: pd.DataFrame, by: list[pd.Series]) -> Iterator[tuple[str, pd.DataFrame]]:
+    """The runs of each kind, with the ending of its files, which is empty where there is one kind."""
+    parts = list(runs.groupby(by, dropna=False, sort=False))
+    for key, part in parts:
+        words = [str(word) for word in key if word == word and word is not None]
+        yield "-" + "-".join(word.removesuffix(".0") for word in words) if len(parts) > 1 else "", part
+
+
+def draw_figure(
+    draw: Callable[[pd.DataFrame, str], Figure], runs: pd.DataFrame, metric: str, path: Path
+) -> str:
+    try:
+        files = save(draw(runs, metric), path)
+    except ValueError as reason:
+        return f"No {path.name}: {reason}."
+    return f"Figure: {', '.join(map(str, files))}"
 
 
 def main(argv: list[str]) -> None:

@@ -86,6 +86,7 @@ def read_run(folder: Path) -> dict[str, Any]:
         **{name: facts.get(name) for name in SCORES},
         "test_labels": answers["label"].tolist(),
         "test_predictions": answers["prediction"].tolist(),
+        "test_patients": answers["patient"].tolist() if "patient" in answers else None,
         **{f"hash_{name}": data["hashes"].get(name) for name in SPLITS},
         **curves(read_log(folder / LOG)),
         "seconds": finished.get("seconds"),

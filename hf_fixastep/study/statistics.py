@@ -20,7 +20,7 @@ class Interval:
     """A mean and its 95 % interval, in shares; the ends are NaN where nothing can be said.
 
     Args:
-        over: what the interval is about: seeds, test images or both.
+        over: what the interval is about: seeds, test images or patients, or two of these.
     """
 
     mean: float
@@ -43,12 +43,13 @@ class Interval:
 
 
 def mean_interval(runs: pd.DataFrame, metric: str) -> Interval:
-    """Student's t over seeds; of a single seed the bootstrap over test images."""
+    """Student's t over seeds; of a single seed the bootstrap over test images or patients."""
     values = runs[metric].to_numpy(dtype=float)
     if len(values) > 1:
         return Interval(values.mean(), *t_ends(values), len(values), "seeds")
-    draws = image_draws(*answers(runs), metric)[:, 0]
-    return Interval(values[0], *ends(draws), 1, "test images")
+    over, weights = sampled(runs)
+    draws = image_draws(*answers(runs), metric, weights)[:, 0]
+    return Interval(values[0], *ends(draws), 1, over)
 
 
 def difference(first: pd.DataFrame, second: pd.DataFrame, metric: str, tail: float = TAIL) -> Interval:
@@ -57,7 +58,8 @@ def difference(first: pd.DataFrame, second: pd.DataFrame, metric: str, tail: flo
     Resampled seeds alone would say too little of the chance in training: three seeds have a third less
     variance than the truth, and no tails. So their deviations are stretched as much as Student's t is wider
     than the normal distribution. Test images are resampled where all runs share them, the same images for
-    all; where each seed has images of its own, resampling seeds has resampled these as well.
+    all, and those of one patient together where patients are known; where each seed has images of its own,
+    resampling seeds has resampled these as well.
 
     Args:
         first: runs whose rows fit those of `second`.
@@ -73,9 +75,9 @@ def difference(first: pd.DataFrame, second: pd.DataFrame, metric: str, tail: flo
         over.append("seeds")
         draws += stretch(seeds, tail) * (seed_weights(seeds) @ by_seed - mean)
     if shared:
-        over.append("test images")
-        labels, predictions = answers(pd.concat([first, second]))
-        scores = image_draws(labels, predictions, metric)
+        what, weights = sampled(first)
+        over.append(what)
+        scores = image_draws(*answers(pd.concat([first, second])), metric, weights)
         draws += (scores[:, :seeds] - scores[:, seeds:]).mean(1) - mean
     return Interval(mean, *ends(draws, tail), seeds, " and ".join(over))
 
@@ -98,12 +100,30 @@ def answers(runs: pd.DataFrame) -> tuple[NDArray, NDArray]:
     return np.asarray(runs["test_labels"].iloc[0]), np.stack(predictions)
 
 
-def image_draws(labels: NDArray, predictions: NDArray, metric: str) -> NDArray:
-    """The metric of R runs on each bootstrap sample of test images, [DRAWS, R]."""
+def sampled(runs: pd.DataFrame) -> tuple[str, NDArray]:
+    """What is resampled, and how often each test image is in each sample, [DRAWS, images].
+
+    Images of one patient are alike, so that a sample has all of them or none.
+    """
+    row = runs.iloc[0]
+    if not isinstance(patients := row.get("test_patients"), list | np.ndarray):
+        return "test images", image_weights(len(row["test_labels"]))
+    found, numbers = np.unique(patients, return_inverse=True)
+    return "patients", image_weights(len(found))[:, numbers]
+
+
+def image_draws(
+    labels: NDArray, predictions: NDArray, metric: str, weights: NDArray | None = None
+) -> NDArray:
+    """The metric of R runs on each bootstrap sample of test images, [DRAWS, R].
+
+    Args:
+        weights: as `sampled` gives them; by default of single images.
+    """
     members: list[Any] = [slice(None)]  # accuracy is that of all images
     if metric == "test_balanced_accuracy":
         members = [labels == name for name in np.unique(labels)]
-    weights, found = image_weights(len(labels)), []
+    weights, found = image_weights(len(labels)) if weights is None else weights, []
     for chosen in members:
         correct = (predictions == labels)[:, chosen].T.astype(np.float32)
         part = weights[:, chosen].astype(np.float32)  # sums of so few ones are exact
@@ -114,7 +134,7 @@ def image_draws(labels: NDArray, predictions: NDArray, metric: str) -> NDArray:
 
 @lru_cache(maxsize=2)
 def image_weights(images: int) -> NDArray:
-    """How often each image is in each sample, [DRAWS, images]; the same for every comparison."""
+    """How often each image, or patient, is in each sample, [DRAWS, images]; the same for every comparison."""
     random = np.random.default_rng(SEED)
     counts = [np.bincount(random.integers(images, size=images), minlength=images) for _ in range(DRAWS)]
     return np.array(counts, dtype=np.uint16)

@@ -280,8 +280,7 @@ class Sweep:
         self.active: dict[tuple[str, ...], tuple[Any, Connection]] = {}  # processes by their runs
         # The libraries are imported once, not in every run.
         self.context = multiprocessing.get_context("forkserver")
-        modules = ("procedures", "plots", "data.registry")
-        self.context.set_forkserver_preload([f"hf_fixastep.{name}" for name in modules])
+        self.context.set_forkserver_preload([__name__])
 
     def run(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)

@@ -21,6 +21,7 @@ from hf_fixastep.data.fetal_planes import FetalPlanes, draw
 from hf_fixastep.data.registry import dataset_card
 from hf_fixastep.features.fit_data import load_named
 from hf_fixastep.runs.training import main as train
+from hf_fixastep.study.results import read_run
 from tests.data.fetal_release import BRAIN, BY_BYTES, PLANES, REAL, ROOT, ROWS, SPLITS, TRAIN, TWINS, UNCLEAR
 
 
@@ -237,7 +238,9 @@ def check_report(run: Path, data) -> None:
     evaluate([str(run), "--draws", "100"])
     found = json.loads((run / "report" / "report.json").read_text())
     (of_run,) = found["methods"].values()
-    answers = pd.read_csv(run / "test_predictions.csv")
+    answers = pd.read_csv(run / "test_predictions.csv", dtype={"patient": str})
+    assert answers["patient"].tolist() == list(data["test"]["patient"])
+    assert read_run(run)["test_patients"] == pd.to_numeric(answers["patient"]).tolist()
     machines = np.array(data["test"]["machine"])
     for name, machine in (("all", None), ("aloka", "Aloka"), ("voluson_e6", "Voluson E6")):
         rows = answers[[machine in (None, own) for own in machines]]

@@ -6,7 +6,7 @@ import re
 import numpy as np
 import pandas as pd
 import pytest
-from sklearn.metrics import balanced_accuracy_score
+from sklearn.metrics import accuracy_score, balanced_accuracy_score
 
 from hf_fixastep.study.comparison import TEST_METRICS, as_dict, compare, details, name_of, sentences
 from hf_fixastep.study.statistics import (
@@ -138,6 +138,28 @@ def test_the_draws_of_seeds_and_of_shared_images_add_up_as_in_a_loop() -> None:
         draws.append(mean + stretch(3) * (by_seed - mean) + (by_image - mean))
     assert (found.low, found.high) == pytest.approx(tuple(np.quantile(draws, [0.025, 0.975])), abs=1e-9)
     assert found.over == "seeds and test images"
+
+
+@pytest.mark.parametrize("metric", TEST_METRICS)
+def test_images_of_a_patient_are_resampled_together(metric: str) -> None:
+    random = np.random.default_rng(2)
+    patients = np.array([f"p{number}" for number in random.integers(12, size=60)])
+    first, second = (
+        answered(random.random(60) < share) | {"test_patients": patients.tolist()} for share in (0.8, 0.6)
+    )
+    found = difference(table(first), table(second), metric)
+    names, score, draws = np.unique(patients), {"test_accuracy": accuracy_score}, []
+    for times in image_weights(len(names)):
+        sample = np.concatenate([np.flatnonzero(patients == name) for name in np.repeat(names, times)])
+        ends = (
+            score.get(metric, balanced_accuracy_score)(
+                each["test_labels"][sample], each["test_predictions"][sample]
+            )
+            for each in (first, second)
+        )
+        draws.append(next(ends) - next(ends))
+    assert (found.low, found.high) == pytest.approx(tuple(np.quantile(draws, [0.025, 0.975])), abs=1e-9)
+    assert found.over == mean_interval(table(first), metric).over == "patients"
 
 
 def test_the_stretch_is_students_over_the_normal_width() -> None:

@@ -166,6 +166,17 @@ def test_the_sweeps_have_the_design_of_the_paper():
     assert {run[:2] for run in figure2 if run[2] is None} == {(400, 385392), (50, 333332)}
 
 
+def test_processes_of_a_sweep_start_with_the_trainer_imported(tmp_path):
+    context = sweep.Sweep(tmp_path, {}, sweep.SweepArguments()).context
+    code = (
+        f"import sys; open({str(tmp_path / 'found')!r}, 'w').write(str('hf_fixastep.trainer' in sys.modules))"
+    )
+    process = context.Process(target=exec, args=(code,))
+    process.start()
+    process.join()
+    assert (tmp_path / "found").read_text() == "True"
+
+
 def test_the_sweep_of_heart2heart_has_the_settings_of_the_recipes_of_every_split(tmp_path):
     """Which state them in their first lines, one for each further split."""
     runs = sweep.plan(read_yaml(ROOT / "recipes/sweeps/heart2heart.yaml"), "paper", {})
