@@ -90,6 +90,22 @@ def wait(child: int) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
+def kill_within(action: Callable[[], None], seconds: float, undo: Callable[[], object]) -> int:
+    """Kill a fork after this time, and give its exit code.
+
+    How fast it is depends on what else the machine does, so a fork that ended before its kill is undone and
+    gets half of the time.
+    """
+    while True:
+        child = fork(action)
+        time.sleep(seconds)
+        os.kill(child, signal.SIGKILL)
+        if (code := wait(child)) != 0:
+            return code
+        undo()
+        seconds /= 2
+
+
 class Steps(TrainerCallback):
     """Tells the parent when a step begins."""
 
