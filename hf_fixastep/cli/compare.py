@@ -27,9 +27,12 @@ from hf_fixastep.study.comparison import (
     questions,
 )
 from hf_fixastep.study.figures import STUDY_FIGURES, left_out, save
-from hf_fixastep.study.label_figures import plot_over_labels
+from hf_fixastep.study.probe_figures import plot_against_probe, plot_over_labels
 from hf_fixastep.study.results import read_runs
 from hf_fixastep.study.statistics import Interval
+
+
+FIGURES = {**STUDY_FIGURES, "against_probe": plot_against_probe}  # of one data set and label count
 
 
 @dataclass
@@ -104,9 +107,7 @@ def draw_figures(runs: pd.DataFrame, metric: str, folder: Path) -> list[str]:
     config = runs["dataset_config"].where(~runs["dataset_config"].astype(str).str.startswith("zeta"))
     data = [runs["dataset"], config]
     for ending, part in parts_of(runs, [*data, runs["labels_per_class"]]):
-        told += [
-            draw_figure(draw, part, metric, folder / f"{n}{ending}") for n, draw in STUDY_FIGURES.items()
-        ]
+        told += [draw_figure(draw, part, metric, folder / f"{n}{ending}") for n, draw in FIGURES.items()]
         if number := left_out(part):
             told.append(
                 f"The figures{ending} show one setting of each method and leave out {number} further ones."

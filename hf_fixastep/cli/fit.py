@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from transformers.utils import logging
 
 from hf_fixastep.features.fit import DEFAULT_MODEL, fit
-from hf_fixastep.runs.arguments import SIDES, DataArguments, option, parse
+from hf_fixastep.runs.arguments import SIDES, NamedDataArguments, option, parse
 
 
 @dataclass
@@ -35,32 +35,21 @@ class FitArguments:
     cache_dir: str | None = option(None, "Where to keep the features.")
 
 
-@dataclass
-class NamedArguments:
-    """Or a data set by name."""
-
-    dataset: str | None = option(None, "A name of hf_fixastep.list_datasets(), instead of folders.")
-    dataset_config: str | None = option(None, "A variant of the data set, such as split0.")
-    zeta: int | None = option(None, "Percent of unlabeled classes that are foreign.")
-    labels_per_class: int | None = option(None, "Labeled images per class.")
-    split_seed: int | None = option(None, "Seed of the split into labeled, unlabeled, ...")
-    data_dir: str | None = option(None, "Folder of raw files, for data that need them.")
-    dataset_kwargs: dict | str | None = option(None, "Whatever else the data set can vary, as YAML.")
+OPTIONS = {"images, network and time": FitArguments, "or a data set by name": NamedDataArguments}
 
 
 def main(argv: list[str]) -> None:
     logging.disable_progress_bar()  # of files
     try:
-        args, named, _ = parse((FitArguments, NamedArguments), argv)
+        args, named, _ = parse((FitArguments, NamedDataArguments), argv)
         if not args.output_dir:
             raise ValueError("No output_dir was given: give a folder to write the model to.")
-        if named.dataset is None and not any(getattr(args, name) for name in SIDES):
+        if not named.dataset and not any(getattr(args, name) for name in SIDES):
             raise ValueError(
                 "No images were named: give --labeled DIR and --unlabeled DIR, or --dataset NAME."
             )
         if args.unlabeled and len(args.unlabeled) == 1:
             (args.unlabeled,) = args.unlabeled
-        data = DataArguments(**{**vars(named), "dataset": named.dataset or "folders"})
-        fit(**vars(args), dataset=named.dataset, config=data.config, **data.settings)
+        fit(**vars(args), dataset=named.dataset or None, config=named.config, **named.settings)
     except (OSError, ValueError) as error:
         sys.exit(f"error: {error}")

@@ -55,7 +55,8 @@ def groups_of(module: Any) -> dict[str, Any]:
 
 def own_fields(kind: Any) -> list[dataclasses.Field]:
     """Without those of the Trainer."""
-    bases = [base for base in kind.__mro__[1:] if dataclasses.is_dataclass(base)]
+    foreign = [base for base in kind.__mro__ if not base.__module__.startswith("hf_fixastep.")]
+    bases = [base for base in foreign if dataclasses.is_dataclass(base)]
     inherited = {field.name for base in bases for field in dataclasses.fields(base)}
     return [field for field in dataclasses.fields(kind) if field.init and field.name not in inherited]
 

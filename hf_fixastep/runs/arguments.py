@@ -23,8 +23,8 @@ def option(default: Any, help: str) -> Any:
 
 
 @dataclass
-class DataArguments:
-    """Which data to load, by name, or which folders of images."""
+class NamedDataArguments:
+    """A data set by name."""
 
     dataset: str = option("", "A name of hf_fixastep.list_datasets().")
     dataset_config: str | None = option(None, "A variant of the data set, such as split0.")
@@ -33,20 +33,8 @@ class DataArguments:
     split_seed: int | None = option(None, "Seed of the split into labeled, unlabeled, ...")
     data_dir: str | None = option(None, "Folder of raw files, for data that need them.")
     dataset_kwargs: dict | str | None = option(None, "Whatever else the data set can vary, as YAML.")
-    labeled: str | None = option(
-        None, "Your own images: a folder with a sub-folder per class, or a table. Means --dataset folders."
-    )
-    unlabeled: list[str] | None = option(None, "Your own pile: folders, globs or tables.")
-    validation: str | None = option(None, "As --labeled; if not given, a tenth of it is cut off.")
-    test: str | None = option(None, "As --labeled; if not given, a fifth of it is cut off.")
-    group: str | None = option(
-        None,
-        "Column of the table, or regular expression with (the group) in file names, such as the patient.",
-    )
 
     def __post_init__(self) -> None:
-        if not self.dataset:
-            raise ValueError("No data were named: give --dataset NAME, or --labeled DIR and --unlabeled DIR.")
         self.dataset_kwargs = read_mapping("dataset_kwargs", self.dataset_kwargs)
         if self.dataset_config is not None and self.zeta is not None:
             raise ValueError(
@@ -64,6 +52,27 @@ class DataArguments:
         own = {"labels_per_class": self.labels_per_class, "seed": self.split_seed, "data_dir": self.data_dir}
         given = {name: value for name, value in own.items() if value is not None}
         return given | read_mapping("dataset_kwargs", self.dataset_kwargs)
+
+
+@dataclass
+class DataArguments(NamedDataArguments):
+    """Which data to load, by name, or which folders of images."""
+
+    labeled: str | None = option(
+        None, "Your own images: a folder with a sub-folder per class, or a table. Means --dataset folders."
+    )
+    unlabeled: list[str] | None = option(None, "Your own pile: folders, globs or tables.")
+    validation: str | None = option(None, "As --labeled; if not given, a tenth of it is cut off.")
+    test: str | None = option(None, "As --labeled; if not given, a fifth of it is cut off.")
+    group: str | None = option(
+        None,
+        "Column of the table, or regular expression with (the group) in file names, such as the patient.",
+    )
+
+    def __post_init__(self) -> None:
+        if not self.dataset:
+            raise ValueError("No data were named: give --dataset NAME, or --labeled DIR and --unlabeled DIR.")
+        super().__post_init__()
 
 
 @dataclass

@@ -20,16 +20,11 @@ from hf_fixastep.study.comparison import (
     FIX_A_STEP,
     LABELED_ONLY,
     MIXING,
-    PROBE,
     VARIANTS,
-    Comparison,
     Group,
-    compare_with_probe,
     group_runs,
     is_full,
-    name_of,
     own_base,
-    switches_of,
 )
 from hf_fixastep.study.statistics import Interval, count, mean_interval
 
@@ -166,64 +161,11 @@ def plot_gate_over_time(runs: pd.DataFrame, metric: str = "test_accuracy") -> Fi
     return figure
 
 
-def plot_against_probe(runs: pd.DataFrame, metric: str = "test_accuracy") -> Figure:
-    """Accuracy minus that of the probe over zeta, a line per method and a panel per variant and gate."""
-    found = Comparison(metric, group_runs(runs), [])
-    kept = [group for group in main_groups(found.groups, name_of) if not group.settings["oracle"]]
-    compare_with_probe(found, kept)
-    lines = [each for each in found.beats if each.first.settings["zeta"] is not None]
-    zetas = sorted({each.first.settings["zeta"] for each in lines})
-    if len(zetas) < 2:
-        raise ValueError("accuracy against the probe needs probe runs, and others of at least two zeta")
-    shaped = sorted(
-        (each.first.settings["zeta"], each.interval.mean) for each in lines if each.first.variant in FITTED
-    )
-    lines = [each for each in lines if each.first.variant not in FITTED]
-    order = {(VARIANTS.index(each.first.variant), switches_of(each.first)) for each in lines}
-    names = [name for _, name in sorted(order)]
-    columns = len(names) if len(names) < 5 else 3
-    rows = -(-len(names) // columns)
-    figure = Figure((WIDTH, 2.4 * rows + 1.4), facecolor="white", layout="constrained")
-    grid = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
-    panels = list(grid.flat)[: len(names)]
-    for axes in grid.flat[len(names) :]:
-        axes.set_visible(False)
-    for axes, name in zip(panels, names, strict=True):
-        tidy(axes)
-        inside = [each for each in lines if switches_of(each.first) == name]
-        methods = [method for method, _ in by_method([each.first for each in inside])]
-        for number, method in enumerate(methods):
-            points = [each for each in inside if each.first.method == method]
-            apart = 0.02 * (zetas[-1] - zetas[0]) * (number - (len(methods) - 1) / 2)  # so that whiskers show
-            x = [each.first.settings["zeta"] + apart for each in points]
-            whiskers(axes, x, [each.interval for each in points], "", **style(method), markersize=5)
-        axes.axhline(0, color=BLACK, linewidth=1.6, label=PROBE, zorder=1.5)
-        if shaped:
-            axes.plot(*zip(*shaped, strict=True), "-.", color="black", linewidth=1.6, label="shaped probe")
-        for each in found.beats:
-            if each.first.settings["zeta"] is None:
-                dashes = "--" if is_labeled_only(each.first) else ":"
-                axes.axhline(each.interval.mean, color="black", linestyle=dashes, label=name_of(each.first))
-        axes.set_title(name, size=10)
-        axes.set(xticks=zetas, xlim=widened(zetas))
-        axes.set_xticklabels([f"{zeta:g}" if columns < 3 or zeta in (0, 50, 100) else "" for zeta in zetas])
-        axes.tick_params(labelbottom=True)
-        axes.yaxis.set_major_formatter(lambda share, _: f"{100 * share:+.3g}" if share else "0")
-    figure.supylabel(f"{AXIS_TITLES[metric]} minus the probe's, points", size=10)
-    over = " or ".join(sorted({each.interval.over for each in lines}))
-    note = (
-        f"Lines: mean over {seeds_of([each.first for each in lines])}; whiskers: 95 % intervals over {over}."
-    )
-    finish(figure, panels, "zeta, percent of unlabeled classes that are foreign", note)
-    return figure
-
-
 STUDY_FIGURES: dict[str, Callable[[pd.DataFrame, str], Figure]] = {
     "accuracy_over_zeta": plot_zeta,
     "ablation": plot_ablation,
     "sensitivity": plot_sensitivity,
     "gate_over_time": plot_gate_over_time,
-    "against_probe": plot_against_probe,
 }
 
 

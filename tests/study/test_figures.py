@@ -12,14 +12,13 @@ from hf_fixastep.study.figures import (
     STUDY_FIGURES,
     left_out,
     plot_ablation,
-    plot_against_probe,
     plot_gate_over_time,
     plot_sensitivity,
     plot_zeta,
     save,
     style,
 )
-from tests.study.tables import probes, run, study
+from tests.study.tables import run, study
 
 
 def line(axes, label: str):
@@ -128,33 +127,6 @@ def test_the_gate_over_time_says_steps_only_where_steps_are_counted(gate: str, w
     assert plot_gate_over_time(runs).axes[0].get_ylabel() == words
 
 
-def test_the_figure_against_the_probe_has_a_panel_per_gate_and_a_line_per_method() -> None:
-    gated = study(losses=("vat", "fixmatch"), variants=("+G",)).assign(gate="per_example")
-    gated["test_accuracy"] += 0.01
-    parts = [study(losses=("vat", "fixmatch"), variants=("labeled-only", "base", "+G")), gated]
-    runs = pd.concat([*parts, probes(), probes(loss="neighbours", accuracy=0.55)])
-    figure = plot_against_probe(runs)
-    assert [axes.get_title() for axes in figure.axes] == ["base", "+G", "+G per example"]
-    assert legend(figure) == ["VAT", "FixMatch", "labeled-only", "probe", "k nearest neighbours"]
-    chosen = runs[(runs.loss == "fixmatch") & (runs.gate == "per_example")].groupby("zeta")["test_accuracy"]
-    expected = chosen.mean() - runs[runs.loss == "probe"]["test_accuracy"].mean()
-    (drawn,) = (each for each in figure.axes[2].containers if each.get_label() == "FixMatch")
-    np.testing.assert_allclose(drawn[0].get_ydata(), expected)
-    alone = (
-        runs[runs.variant == "labeled-only"]["test_accuracy"] - runs[runs.loss == "probe"]["test_accuracy"]
-    )
-    assert line(figure.axes[0], "labeled-only").get_ydata()[0] == pytest.approx(alone.mean())
-
-
-def test_the_shaped_probe_is_a_line_over_zeta_in_every_panel() -> None:
-    shaped = [probes(loss="shaped_probe", accuracy=0.7 - zeta / 1000, zeta=zeta) for zeta in (0, 50)]
-    figure = plot_against_probe(pd.concat([study(losses=("vat",)), probes(), *shaped]))
-    assert len(figure.axes) == 4
-    for axes in figure.axes:
-        drawn = line(axes, "shaped probe")
-        np.testing.assert_allclose(drawn.get_xydata(), [[0, 0.07], [50, 0.02]])
-
-
 def test_no_two_methods_of_a_column_look_alike() -> None:
     assert len(COLOURS) == len(MARKERS) == len(set(COLOURS)) == len(set(MARKERS)) > len(RIVALS)
     looks = [
@@ -171,8 +143,6 @@ def test_no_two_methods_of_a_column_look_alike() -> None:
         ("ablation", study(variants=("labeled-only", "base")), "at least two of base"),
         ("sensitivity", study(), "mix_alpha or mix_temperature"),
         ("gate_over_time", study(variants=("labeled-only", "base")), "the gate on"),
-        ("against_probe", study(), "needs probe runs"),
-        ("against_probe", pd.concat([study(zetas=(50,)), probes()]), "others of at least two zeta"),
     ],
 )
 def test_a_figure_that_lacks_runs_says_which(name: str, runs: pd.DataFrame, reason: str) -> None:
