@@ -31,10 +31,26 @@ STRENGTHS = tuple(10 ** (power / 2) for power in range(-10, 5))  # 1e-5 to 100
 DEFAULT_STRENGTH = 0.01  # without cross-validation; it had the lowest log loss with one label per class
 COUNTS = (1, 3, 5, 10, 20)
 TEMPERATURES = 0.2, 5.0  # beyond them the labels are too few to tell
-PATIENCE = 2  # strengths that are worse than the best, after which weaker regularisation is not tried
+PATIENCE = 2  # settings that are worse than the best, after which no further ones are tried
 ROWS = 4096  # that are read at once
 
 Fold = tuple[NDArray, NDArray]  # rows to learn from, rows held out
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Settings of a probe.
+
+    Args:
+        strength: C of the logistic regression, the inverse of its regularisation.
+        temperature: that the logits are divided by; 1 without cross-validation.
+        held_out: [N, K] logits of each labeled image by a probe that has not seen it, divided by the same
+            temperature; None where the labels are too few for a cross-validation.
+    """
+
+    strength: float
+    temperature: float
+    held_out: NDArray | None
 
 
 @dataclass(frozen=True)
@@ -44,10 +60,7 @@ class Probe:
     Args:
         weight: [K, D].
         bias: [K].
-        strength: C of the logistic regression, the inverse of its regularisation.
-        temperature: that the logits were divided by; 1 without cross-validation.
-        held_out: [N, K] logits of each labeled image by a probe that has not seen it, divided by the same
-            temperature; None where the labels are too few for a cross-validation.
+        strength: as in `Choice`, like temperature and held_out.
     """
 
     weight: NDArray
@@ -131,15 +144,29 @@ def fit_probe(
         strengths: to choose from.
     """
     rows, labels = check(features, labels, num_classes)
+    choice = choose(rows, labels, num_classes, groups, folds, seed, strengths)
+    weight, bias = solve(rows, labels, choice.strength)
+    return Probe(weight / choice.temperature, bias / choice.temperature, **vars(choice))
+
+
+def choose(
+    rows: NDArray,
+    labels: NDArray,
+    num_classes: int,
+    groups: ArrayLike | None = None,
+    folds: int = 5,
+    seed: int = 0,
+    strengths: Sequence[float] = STRENGTHS,
+) -> Choice:
+    """What cross-validation says of a probe; the arguments are those of `fit_probe`."""
     strengths = sorted(check_strengths(strengths))
-    strength, temperature, held_out = DEFAULT_STRENGTH, 1.0, None
-    if parts := split(labels, groups, folds, seed):
-        inside, *_ = in_span(rows)
-        strength, held_out = choose_strength(inside, labels, num_classes, parts, strengths)
-        temperature = float(np.clip(fit_temperature(held_out, labels), *TEMPERATURES))
-        held_out /= temperature
-    weight, bias = solve(rows, labels, strength)
-    return Probe(weight / temperature, bias / temperature, strength, temperature, held_out)
+    parts = split(labels, groups, folds, seed)
+    if not parts:
+        return Choice(DEFAULT_STRENGTH, 1.0, None)
+    inside, *_ = in_span(rows)
+    strength, held_out = choose_strength(inside, labels, num_classes, parts, strengths)
+    temperature = float(np.clip(fit_temperature(held_out, labels), *TEMPERATURES))
+    return Choice(strength, temperature, held_out / temperature)
 
 
 def in_span(rows: NDArray) -> tuple[NDArray, NDArray | None, NDArray, NDArray]:

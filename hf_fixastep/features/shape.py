@@ -19,11 +19,13 @@ from scipy.sparse import csr_array
 from scipy.special import log_softmax
 
 from hf_fixastep.features.probe import (
+    PATIENCE,
     STRENGTHS,
     Probe,
+    check,
     check_features,
+    choose,
     directions,
-    fit_probe,
     solve,
     standardisation,
 )
@@ -127,7 +129,8 @@ def fit_shaped_probe(
     """A probe on features that are scaled as the pile says, of all versions of the labeled images.
 
     Power and strength have the lowest cross-validated log loss on the plain images; of equal powers the
-    smallest is taken, and 0 where the labels are too few for a cross-validation.
+    smallest is taken, and 0 where the labels are too few for a cross-validation. Powers are tried from 0 on,
+    until two are worse than the best.
 
     Args:
         features: [N, V, D], of each labeled image first the plain one and then weak views of it.
@@ -136,25 +139,28 @@ def fit_shaped_probe(
         seed: of the folds.
     """
     versions, labels = np.asarray(features, np.float64), np.asarray(labels)
-    best, chosen, matrix, first = math.inf, None, shape.matrix(0), 0
+    best, chosen, matrix, first, worse = math.inf, None, shape.matrix(0), 0, 0
+    check(versions[:, 0], labels, num_classes)
     for power in POWERS:
         tried = shape.matrix(power)
         plain = shape.apply(versions[:, 0], tried)
-        fit = partial(fit_probe, plain, labels, num_classes, groups=groups, seed=seed)
-        probe = fit(strengths=STRENGTHS[first:])
-        if first and probe.strength == STRENGTHS[first]:  # the best one may be below
-            probe = fit()
-        if probe.held_out is None:
-            chosen = probe
+        cross_validate = partial(choose, plain, labels, num_classes, groups, seed=seed)
+        choice = cross_validate(strengths=STRENGTHS[first:])
+        if first and choice.strength == STRENGTHS[first]:  # the best one may be below
+            choice = cross_validate()
+        if choice.held_out is None:
+            chosen = choice
             break
-        loss = -log_softmax(probe.held_out, axis=1)[np.arange(len(labels)), labels].mean()
+        loss = -log_softmax(choice.held_out, axis=1)[np.arange(len(labels)), labels].mean()
         if loss < best - 1e-9:  # less than that is rounding
-            best, chosen, matrix = loss, probe, tried
+            best, chosen, matrix, worse = loss, choice, tried, 0
+        elif loss > best + 1e-4 and (worse := worse + 1) == PATIENCE:
+            break
         # The next power needs about the same strength; those far below it are not tried again.
-        first = max(0, STRENGTHS.index(probe.strength) - 1)
+        first = max(0, STRENGTHS.index(choice.strength) - 1)
     assert chosen is not None
     count = versions.shape[1]
     every = shape.apply(versions.reshape(-1, versions.shape[2]), matrix)
     weight, bias = solve(every, np.repeat(labels, count), chosen.strength / count)
     weight, bias = shape.fold(weight / chosen.temperature, bias / chosen.temperature, matrix)
-    return Probe(weight, bias, chosen.strength, chosen.temperature, chosen.held_out)
+    return Probe(weight, bias, **vars(chosen))
