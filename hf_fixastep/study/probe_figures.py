@@ -97,7 +97,7 @@ def plot_over_labels(runs: pd.DataFrame, metric: str = "test_accuracy") -> Figur
             "accuracy over labels needs probe runs, and others of one zeta with two label counts"
         )
     order = {(VARIANTS.index(each.first.variant), switches_of(each.first)) for each in lines}
-    figure = Figure((WIDTH, 4.8), facecolor="white", layout="constrained")
+    figure = Figure((WIDTH, 5.4), facecolor="white", layout="constrained")
     panels = list(figure.subplots(1, len(order), sharex=True, sharey=True, squeeze=False)[0])
     for axes, (_, name) in zip(panels, sorted(order), strict=True):
         tidy(axes)
