@@ -8,11 +8,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from pydicom import uid
+from pydicom.encaps import encapsulate, generate_frames
 
 from hf_fixastep.data.files import UnreadableImage
 from hf_fixastep.data.trees import Tree
 from hf_fixastep.echo import clips
-from hf_fixastep.echo.clips import read_clip
+from hf_fixastep.echo.clips import read_clip, read_dicom
 from tests.echo.test_dicom import dicom, encoded
 
 
@@ -42,6 +44,24 @@ def test_frames_that_would_fill_the_memory_are_passed_over(name: str, content: A
     (tmp_path / name).write_bytes(content())
     with pytest.raises(UnreadableImage, match=TOO_LARGE):
         read_clip(Tree(tmp_path), name)
+
+
+def test_a_file_that_is_compressed_as_a_whole_is_not_unpacked() -> None:
+    """A megabyte of it is a gigabyte."""
+    data = dicom(np.zeros((1, 20, 30), np.uint8))
+    data.file_meta.TransferSyntaxUID = uid.DeflatedExplicitVRLittleEndian
+    with pytest.raises(UnreadableImage, match="compressed as a whole: convert it"):
+        read_dicom(encoded(data))
+
+
+def test_run_lengths_of_more_than_the_frames_are_not_unpacked() -> None:
+    data = dicom(np.arange(600).astype(np.uint8).reshape(1, 20, 30))
+    data.compress(uid.RLELossless)
+    frame = next(generate_frames(data.PixelData, number_of_frames=1))
+    assert read_dicom(encoded(data)).frames.shape == (1, 20, 30)
+    data.PixelData = encapsulate([frame + b"\x81\0" * 2**16])  # 128 zeros each
+    with pytest.raises(UnreadableImage, match="more pixels than its header speaks of"):
+        read_dicom(encoded(data))
 
 
 def test_a_lack_of_memory_counts_as_an_unreadable_file(
