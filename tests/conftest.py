@@ -21,8 +21,8 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # spinning threads on a busy machine are slower than one
 
 MARKED = {
-    # What must also pass with the oldest versions of the libraries: step, gate, losses, save and load, resume,
-    # two processes, and whatever relies on private names.
+    # What must also pass with the oldest versions of the libraries: step, gate, losses, save and load,
+    # resume, two processes, and whatever relies on private names.
     "core": (
         "compat",
         "losses",

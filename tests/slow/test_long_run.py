@@ -66,7 +66,8 @@ class Watch(TrainerCallback):
         """The numbers of all looks, for a note."""
         counts = {"files": self.files, "threads": self.threads}
         ends = {name: f"{len(found[0])} to {len(found[-1])}" for name, found in counts.items()}
-        print(f"\n{what}: megabytes {[round(bytes / 1e6, 1) for bytes in self.memory]}, {ends}")
+        megabytes = [round(each / 1e6, 1) for each in self.memory]
+        print(f"\n{what}: megabytes {megabytes}, {ends}")  # noqa: T201
 
 
 @pytest.fixture(scope="module")
