@@ -82,12 +82,14 @@ ALLOWED = {
     "features.candidates": {"config", "evaluation.metrics", "features", "models.head", "trainer"},
     "features.fit_data": {"data", "features"},
     "features.fit_files": {
-        *("evaluation.calibration", "features", "hub.cards", "hub.push", "hub.texts", "methods", "plots"),
+        *("checkpoints", "evaluation.calibration", "features", "hub.cards", "hub.push", "hub.texts"),
+        *("methods", "plots"),
     },
     "features.tuning": {"data", "features", "models.head"},
     "features.verdict": {"features", "study.statistics"},
     "features.fit": {
-        *("data", "evaluation", "features", "hub.loading", "models.head", "runs.report", "step.forwards"),
+        *("checkpoints", "data", "evaluation", "features", "hub.loading", "models.head", "runs.report"),
+        "step.forwards",
     },
     "features.processes": set(),
     "features": {"_compat.patches", "data", "hub.loading", "models", "step"},
