@@ -52,11 +52,16 @@ class Classifier:
         self.batch_size = batch_size
         self.classes = [str(self.model.config.id2label[at]) for at in range(self.model.config.num_labels)]
         try:
-            self.logits([PIL.Image.new("RGB", (64, 48))])
+            answer = self.logits([PIL.Image.new("RGB", (64, 48))])
         except Exception as error:
             raise ValueError(
                 f"The image processor of {source} does not fit its model: {reason(error)}."
             ) from error
+        if not np.isfinite(answer).all():
+            raise ValueError(
+                f"The model of {source} answers with numbers that are infinite or NaN: train it again, or "
+                "give another."
+            )
 
     @cached_property
     def _size_and_views(self) -> tuple[tuple[int, int], Views]:
