@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import io
 import subprocess
 import sys
@@ -30,6 +31,8 @@ from tests.attack.plants import (
 from tests.short_runs import assert_equal, make_trainer, tiny_vit, weights
 
 
+ROOT = Path(__file__).parents[2]
+LOADS = (".from_pretrained", "torch.load", "joblib.load", "yaml.unsafe_load", "yaml.full_load")
 DATA = ["--dataset", "digits_open_set", "--labels_per_class", "2"]
 
 
@@ -194,6 +197,17 @@ def test_a_checkpoint_is_resumed_without_its_code(mark: Path, tmp_path: Path) ->
         make_trainer(tmp_path, tiny_vit(), max_steps=2).train(str(checkpoint))
     assert not mark.exists()
     assert [event for event in seen if event.startswith("asked")] == []  # it is opened to be hashed
+
+
+def test_there_is_one_loader() -> None:
+    """Whatever opens a network or a pickle is where the refusals are tested."""
+    found = set()
+    for path in sorted((ROOT / "hf_fixastep").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            is_load = isinstance(node, ast.Attribute) and ast.unparse(node).endswith(LOADS)
+            if is_load or (isinstance(node, ast.Import) and "pickle" in ast.unparse(node)):
+                found.add(path.relative_to(ROOT / "hf_fixastep").as_posix())
+    assert found == {"hub/loading.py", "data/cifar_files.py"}
 
 
 @pytest.mark.parametrize("auto_map", [SOUGHT, AUTO_MAP], ids=["here", "elsewhere"])
