@@ -6,7 +6,7 @@ import importlib
 import signal
 import sys
 
-from hf_fixastep.checks import check_choice
+from hf_fixastep.checks import check_choice, harmless
 from hf_fixastep.cli.commands import COMMANDS, GROUPS
 
 
@@ -32,6 +32,8 @@ def main(argv: list[str] | None = None) -> None:
         return
     try:
         importlib.import_module(f"hf_fixastep.{COMMANDS[argv[0]].module}").main(argv[1:])
+    except SystemExit as end:
+        sys.exit(harmless(end.code) if isinstance(end.code, str) else end.code)
     except KeyboardInterrupt:
         print("Interrupted; what is on the disk stays.", file=sys.stderr)
         sys.exit(128 + signal.SIGINT)
