@@ -60,7 +60,9 @@ def read_clip(tree: Tree, name: str) -> Clip:
         if kind.endswith(VOLUMES):
             clip = Clip(read_stretched(tree, name), is_screen=False)
         elif kind.endswith(SUFFIXES):
-            clip = Clip(read_grey(tree.read(name))[None])
+            pixels = read_grey(tree.read(name))
+            check_pixels(1, len(pixels), pixels.shape[1], (1.0, 1.0))
+            clip = Clip(pixels[None])
         else:
             clip = read_dicom(tree.read(name))
     except MemoryError as error:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import zlib
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import PIL.Image
 import pytest
 from pydicom import uid
 from pydicom.encaps import encapsulate, generate_frames
@@ -27,6 +29,12 @@ def meta_image(height: int, width: int, frames: int, spacing: str) -> bytes:
     return f"{header}CompressedData = True\nElementDataFile = LOCAL\n".encode() + pixels
 
 
+def png(height: int, width: int) -> bytes:
+    buffer = io.BytesIO()
+    PIL.Image.new("1", (width, height)).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
 def dicom_file(rows: int, columns: int, spacing: list[float]) -> bytes:
     return encoded(dicom(np.zeros((1, rows, columns), np.uint8), PixelSpacing=spacing))
 
@@ -37,6 +45,7 @@ def dicom_file(rows: int, columns: int, spacing: list[float]) -> bytes:
         ("tall.mha", lambda: meta_image(4000, 4000, 1, "1 10")),  # 160 million pixels from 16 million
         ("flat.mha", lambda: meta_image(5000, 5000, 1, "10 1")),  # few pixels, but from too many
         ("clip.mha", lambda: meta_image(512, 512, 250, "1 10")),  # each frame would do
+        ("picture.png", lambda: png(4097, 4096)),
         ("tall", lambda: dicom_file(2000, 2000, [10, 1])),
     ],
 )
