@@ -1,9 +1,15 @@
-"""The one rule for names that users give and that do not exist."""
+"""Names that users give and that do not exist, and names that a terminal would obey."""
 
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable
+
+
+def harmless(text: str) -> str:
+    """Text for a terminal in which names of anybody may be: control characters are written as `\\x1b`."""
+    return re.sub(r"[^\t\n -~\xa0-\U0010ffff]", lambda found: f"\\x{ord(found[0]):02x}", text)
 
 
 def check_choice(what: str, found: str, valid: Iterable[str]) -> str:

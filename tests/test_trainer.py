@@ -916,16 +916,18 @@ def test_the_two_losses_may_share_a_graph(batchnorm: str, tmp_path: Path) -> Non
 
 class WithoutGradient(Entropy):
     name: str
+    constant: Any = None  # else one of the two is detached
 
     def forward(self, *args: Any, **kwargs: Any) -> Losses:
         losses = super().forward(*args, **kwargs)
-        values = {"labeled": losses.labeled.detach(), "unlabeled": losses.unlabeled.detach()}
-        return dataclasses.replace(losses, **{self.name: values[self.name]})
+        value = getattr(losses, self.name).detach() if self.constant is None else self.constant
+        return dataclasses.replace(losses, **{self.name: value})
 
 
+@pytest.mark.parametrize("constant", [None, 0.0, torch.zeros(())], ids=["detached", "number", "tensor"])
 @pytest.mark.parametrize("name", ["labeled", "unlabeled"])
-def test_a_loss_without_gradient_is_refused_in_a_sentence(name: str, tmp_path: Path) -> None:
+def test_a_loss_without_gradient_is_refused_in_a_sentence(name: str, constant: Any, tmp_path: Path) -> None:
     loss = WithoutGradient()
-    loss.name = name
+    loss.name, loss.constant = name, constant
     with pytest.raises(ValueError, match=f"The {name} loss of WithoutGradient has no gradient"):
         make_trainer(tmp_path, objects={"loss": loss}).train()

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import signal
 import sys
 
-from hf_fixastep.checks import check_choice
+from hf_fixastep.checks import check_choice, harmless
 from hf_fixastep.cli.commands import COMMANDS, GROUPS
 
 
@@ -29,7 +30,13 @@ def main(argv: list[str] | None = None) -> None:
 
         print_help(argv[0], COMMANDS[argv[0]])
         return
-    importlib.import_module(f"hf_fixastep.{COMMANDS[argv[0]].module}").main(argv[1:])
+    try:
+        importlib.import_module(f"hf_fixastep.{COMMANDS[argv[0]].module}").main(argv[1:])
+    except SystemExit as end:
+        sys.exit(harmless(end.code) if isinstance(end.code, str) else end.code)
+    except KeyboardInterrupt:
+        print("Interrupted; what is on the disk stays.", file=sys.stderr)
+        sys.exit(128 + signal.SIGINT)
 
 
 def overview() -> str:

@@ -17,7 +17,7 @@ from rich.table import Table
 from hf_fixastep.evaluation.classifier import Classifier
 from hf_fixastep.runs.arguments import DataArguments, as_words, option, parse, positional
 from hf_fixastep.runs.evaluation import FOREIGN, evaluate_open_set, evaluate_split, write_metrics
-from hf_fixastep.runs.folder import RECIPE
+from hf_fixastep.runs.folder import RECIPE, as_saved
 from hf_fixastep.runs.recipe import read_mapping, read_yaml
 from hf_fixastep.runs.sites import ask_run, has_machines, report
 from hf_fixastep.runs.training import load_data
@@ -95,15 +95,21 @@ def main(argv: list[str]) -> None:
             report(runs, data, out, args.draws, args.bootstrap_seed, Console())
             return
         classifier = Classifier(folder, batch_size=args.batch_size, calibrated=False)  # ranks and classes
+        if (count := data[args.split].features["label"].num_classes) != len(classifier.classes):
+            raise ValueError(
+                f"The model of {folder} tells {len(classifier.classes)} classes, but the data have {count}: "
+                "expected the same."
+            )
+        if args.open_set:
+            splits = ["test", *(split for split in FOREIGN if split in data)]
+            with as_saved(folder):
+                metrics = evaluate_open_set(classifier, data, folder)
+        else:
+            splits = [args.split]
+            metrics = evaluate_split(classifier, data[args.split])
+        write_metrics(metrics, folder, "open_set" if args.open_set else args.split)
     except (OSError, ValueError) as error:
         sys.exit(f"error: {error}")
-    if args.open_set:
-        splits = ["test", *(split for split in FOREIGN if split in data)]
-        metrics = evaluate_open_set(classifier, data, folder)
-    else:
-        splits = [args.split]
-        metrics = evaluate_split(classifier, data[args.split])
-    write_metrics(metrics, folder, "open_set" if args.open_set else args.split)
     counts = ", ".join(f"{len(data[split])} {split}" for split in splits)
     table = Table("metric", "value", title=f"{folder}, images: {counts}")
     for name, value in metrics.items():

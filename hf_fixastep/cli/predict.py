@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers.utils import logging
 
+from hf_fixastep.checks import harmless
 from hf_fixastep.data.fetal_files import BRAIN_PLANES, LONGEST_SIDE, PLANES, reduced_size
 from hf_fixastep.data.files import SUFFIXES, UnreadableImage, printable
 from hf_fixastep.data.listings import is_table
@@ -150,12 +151,12 @@ def print_table(found: Predictions, classifier: Classifier, paths: list[Path], m
     calibration = classifier.calibration
     table = Table("class", "images", *(["abstained"] if calibration else []))
     for name in classifier.classes:
-        table.add_row(name, f"{counts[name]:,}", *([f"{unsure[name]:,}"] if calibration else []))
+        table.add_row(harmless(name), f"{counts[name]:,}", *([f"{unsure[name]:,}"] if calibration else []))
     console.print(table)
     if calibration is None:
         console.print("These probabilities were not calibrated.")
     for row in found.skipped[:5]:
-        console.print(f"skipped {row['file']}: {row['reason']}")
+        console.print(harmless(f"skipped {row['file']}: {row['reason']}"))
     if "foreign" in found.images[0]:
         console.print("foreign: share of held-out images of known classes that look more like labeled ones")
     used = len({row["file"] for row in found.images})

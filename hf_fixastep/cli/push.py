@@ -14,7 +14,7 @@ from hf_fixastep.features import fit_files
 from hf_fixastep.hub.client import push_files
 from hf_fixastep.hub.push import ALLOWED, prepare_model, push_dataset
 from hf_fixastep.runs.arguments import DataArguments, option, parse
-from hf_fixastep.runs.folder import CARD, RunFolder
+from hf_fixastep.runs.folder import CARD, RunFolder, as_saved
 
 
 @dataclass
@@ -45,11 +45,12 @@ OPTIONS = {"model": PushArguments, "data set": DatasetArguments, "data": DataArg
 def push_model(folder: str, argv: list[str]) -> CommitInfo | None:
     args, told = parse((PushArguments,), argv)
     prepare: Callable[..., dict[str, bytes | Path]] = partial(fit_files.prepare_push, Path(folder))
-    if not (Path(folder) / fit_files.FACTS).is_file():
-        run = RunFolder.read(folder)
-        told = {name: value for name, value in run.recipe.items() if name in vars(args)} | told
-        prepare = partial(prepare_model, run)
-    files = prepare(*(told.get(f"hub_{name}") for name in ("model_id", "license", "intended_use")))
+    with as_saved(folder):
+        if not (Path(folder) / fit_files.FACTS).is_file():
+            run = RunFolder.read(folder)
+            told = {name: value for name, value in run.recipe.items() if name in vars(args)} | told
+            prepare = partial(prepare_model, run)
+        files = prepare(*(told.get(f"hub_{name}") for name in ("model_id", "license", "intended_use")))
     if args.dry_run:
         card = files[CARD]
         assert isinstance(card, bytes)

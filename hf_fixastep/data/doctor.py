@@ -22,6 +22,7 @@ from rich.progress import track
 from rich.table import Table
 from rich.text import Text
 
+from hf_fixastep.checks import harmless
 from hf_fixastep.data.files import UnreadableImage, digest, read_picture
 from hf_fixastep.data.folders import (
     FoldersConfig,
@@ -125,7 +126,7 @@ def class_table(splits: Mapping[str, Listing]) -> Table:
     names = [name for name, _ in sum(counts.values(), Counter()).most_common()]
     table = Table("class", *counts, title="Classes", title_justify="left")
     for name in names[:40]:
-        table.add_row(Text(name), *(f"{count[name]:,}" for count in counts.values()))
+        table.add_row(Text(harmless(name)), *(f"{count[name]:,}" for count in counts.values()))
     if len(names) > 40:
         table.add_row(f"and {len(names) - 40:,} more")
     return table
@@ -275,7 +276,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         args.out.parent.mkdir(parents=True, exist_ok=True)
         listings = list_sides(args.labeled, args.unlabeled, args.validation, args.test, args.group)
     except (ValueError, OSError) as error:
-        parser.error(str(error))
+        parser.error(harmless(str(error)))
     console = Console(highlight=False, markup=False, emoji=False)
     surveys = {side: survey(side, listing, console) for side, listing in listings.items()}
     show(surveys, args, console)
@@ -296,6 +297,6 @@ def show(surveys: Mapping[str, Survey], args: argparse.Namespace, console: Conso
             console.print(Text(f"\n{title}", style="bold"))
         for sentence in sentences:
             # A command that is broken into lines cannot be copied.
-            console.print(f"  {sentence}", soft_wrap=True)
+            console.print(harmless(f"  {sentence}"), soft_wrap=True)
     contact_sheet(surveys).savefig(args.out, format="png", bbox_inches="tight")
     console.print(f"\nContact sheet: {args.out}", soft_wrap=True)

@@ -34,6 +34,7 @@ SUFFIXES = (
 FORMATS = ("JPEG", "PNG", "TIFF", "BMP", "GIF", "JPEG2000", "PPM", "WEBP")
 COMPRESSED = ("JPEG", "MPO", "PNG", "WEBP")
 AGAIN = "link to what is there already"
+LONGEST = 32  # times its shorter side, for an image processor
 
 
 def walk(root: Source, passed_over: Counter[str] | None = None) -> list[tuple[str, os.stat_result | None]]:
@@ -202,6 +203,17 @@ def to_grey_or_rgb(image: PIL.Image.Image) -> PIL.Image.Image:
         return image.convert(mode)
     image = image.convert("LA" if mode == "L" else "RGBA")
     return PIL.Image.composite(image.convert(mode), PIL.Image.new(mode, image.size), image.getchannel("A"))
+
+
+def for_processor(image: PIL.Image.Image, channels: int) -> PIL.Image.Image:
+    """What an image processor gets: grey or RGB, and of strips that are very long their middle.
+
+    A processor that scales the shorter side, as most do, would make gigabytes of 100,000 x 1 pixels.
+    """
+    image = to_grey_or_rgb(image).convert("L" if channels == 1 else "RGB")
+    width, height = (min(side, LONGEST * min(image.size)) for side in image.size)
+    left, top = (image.width - width) // 2, (image.height - height) // 2
+    return image.crop((left, top, left + width, top + height))
 
 
 def read_grey(data: bytes) -> np.ndarray:

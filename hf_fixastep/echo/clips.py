@@ -29,6 +29,8 @@ PARTS = (".raw", ".zraw")  # pixels of a .mhd file
 PLUGIN = "install a decoder: pip install python-gdcm, or pylibjpeg pylibjpeg-libjpeg pylibjpeg-openjpeg"
 GREY = ("MONOCHROME1", "MONOCHROME2")
 COLOUR = ("RGB", "YBR_FULL", "YBR_FULL_422", "YBR_ICT", "YBR_RCT")
+RUN_LENGTHS = "1.2.840.10008.1.2.5"
+DEFLATED = b"1.2.840.10008.1.2.1.99"  # the transfer syntax of files that are compressed as a whole
 CENTIMETRES, TWO_DIMENSIONAL = 3, 1  # as DICOM's ultrasound regions write them
 
 
@@ -58,7 +60,9 @@ def read_clip(tree: Tree, name: str) -> Clip:
         if kind.endswith(VOLUMES):
             clip = Clip(read_stretched(tree, name), is_screen=False)
         elif kind.endswith(SUFFIXES):
-            clip = Clip(read_grey(tree.read(name))[None])
+            pixels = read_grey(tree.read(name))
+            check_pixels(1, len(pixels), pixels.shape[1], (1.0, 1.0))
+            clip = Clip(pixels[None])
         else:
             clip = read_dicom(tree.read(name))
     except MemoryError as error:
@@ -95,6 +99,8 @@ def read_dicom(data: bytes) -> Clip:
     if data[128:132] != b"DICM":
         raise UnreadableImage("it is no image of a known format" if data else "it is empty")
     pydicom = import_reader("pydicom", "DICOM")
+    if DEFLATED in data:  # pydicom would unpack all of it before anything can be looked at
+        raise UnreadableImage("it is compressed as a whole: convert it to JPEG or raw pixels")
     try:
         with quiet_pydicom():
             header = pydicom.dcmread(io.BytesIO(data))
@@ -150,6 +156,9 @@ def check_header(header: Any) -> None:
         raise UnreadableImage("its photometric interpretation is unknown, or not for its number of samples")
     size = number_of_frames(header), int(header.Rows), int(header.Columns)
     check_pixels(*size, pixel_spacing(header))
+    raw = math.prod(size) * samples * (int(header.BitsAllocated) // 8)
+    if syntax == RUN_LENGTHS and len(header.PixelData) > 2 * raw + 2**16:  # each two bytes may become 128
+        raise UnreadableImage("it holds more pixels than its header speaks of")
 
 
 def number_of_frames(header: Any) -> int:

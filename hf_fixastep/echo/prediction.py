@@ -26,6 +26,7 @@ from rich.table import Table
 from tqdm import tqdm
 from transformers.utils import logging
 
+from hf_fixastep.checks import harmless
 from hf_fixastep.data.files import UnreadableImage, printable
 from hf_fixastep.data.trees import Tree
 from hf_fixastep.echo.clips import PARTS, prepare_frames, read_clip
@@ -166,13 +167,13 @@ def print_table(tables: ViewTables, classes: list[str], calibration: Calibration
     table = Table("view", "files", "abstained")
     for view in classes:
         chosen = clips[clips["view"] == view]
-        table.add_row(view, f"{len(chosen):,}", f"{int(chosen['abstain'].sum()):,}")
+        table.add_row(harmless(view), f"{len(chosen):,}", f"{int(chosen['abstain'].sum()):,}")
     console = Console(soft_wrap=True, markup=False, highlight=False)
     console.print(table)
     threshold = f"a probability of {calibration.abstain_below:.2f}, which {calibration.coverage:.0%}"
     console.print(f"abstained: below {threshold} of the validation images reach")
     for row in tables.skipped[:5]:
-        console.print(f"skipped {row['file']}: {row['reason']}")
+        console.print(harmless(f"skipped {row['file']}: {row['reason']}"))
     used = f"{len(clips):,} files used, {len(tables.skipped):,} skipped, written to"
     console.print(used, *tables.paths.values())
     console.print("For research only: not a medical device.")

@@ -15,7 +15,7 @@ from torchvision.transforms import InterpolationMode
 from torchvision.transforms.v2.functional import resize
 
 from hf_fixastep._compat.patches import tune_cpu
-from hf_fixastep.data.files import to_grey_or_rgb
+from hf_fixastep.data.files import for_processor
 from hf_fixastep.data.processing import views_of
 from hf_fixastep.data.views import Views
 from hf_fixastep.evaluation import calibration
@@ -52,11 +52,16 @@ class Classifier:
         self.batch_size = batch_size
         self.classes = [str(self.model.config.id2label[at]) for at in range(self.model.config.num_labels)]
         try:
-            self.logits([PIL.Image.new("RGB", (64, 48))])
+            answer = self.logits([PIL.Image.new("RGB", (64, 48))])
         except Exception as error:
             raise ValueError(
                 f"The image processor of {source} does not fit its model: {reason(error)}."
             ) from error
+        if not np.isfinite(answer).all():
+            raise ValueError(
+                f"The model of {source} answers with numbers that are infinite or NaN: train it again, or "
+                "give another."
+            )
 
     @cached_property
     def _size_and_views(self) -> tuple[tuple[int, int], Views]:
@@ -69,8 +74,8 @@ class Classifier:
 
     def pixels(self, image: PIL.Image.Image) -> Tensor:
         """One image of any mode and size as the model gets it, [1, C, H, W], by its image processor."""
-        mode = "L" if getattr(self.model.config, "num_channels", 3) == 1 else "RGB"
-        return self.processor(to_grey_or_rgb(image).convert(mode), return_tensors="pt")["pixel_values"]
+        channels = getattr(self.model.config, "num_channels", 3)
+        return self.processor(for_processor(image, channels), return_tensors="pt")["pixel_values"]
 
     def batches(self, images: Tensor | Iterable[PIL.Image.Image]) -> Iterator[Tensor]:
         """What the model gets, on its device.

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_fixastep._compat.patches import tune_cpu
-from hf_fixastep.data.files import to_grey_or_rgb
+from hf_fixastep.data.files import for_processor
 from hf_fixastep.data.processing import views_of, with_size
 from hf_fixastep.data.views import Views
 from hf_fixastep.features.processes import processes
@@ -68,7 +68,7 @@ class Backbone:
         """uint8 [N, C, H, W] as the processor cuts and scales images, before it normalizes them."""
         timm = getattr(self.processor, "data_config", None)
         channels = timm["input_size"][0] if timm else getattr(self.model.config, "num_channels", 3)
-        plain = [to_grey_or_rgb(image).convert("L" if channels == 1 else "RGB") for image in images]
+        plain = [for_processor(image, channels) for image in images]
         if timm:  # its processor does not leave out anything, so that is undone
             mean, std = torch.tensor([timm["mean"], timm["std"]])[:, :, None, None]
             made = (self.processor(plain)["pixel_values"] * std + mean) * 255

@@ -24,6 +24,7 @@ from huggingface_hub import constants
 from numpy.typing import NDArray
 from torch import Tensor
 
+from hf_fixastep.checks import harmless
 from hf_fixastep.data.features import Features, map_part
 from hf_fixastep.data.files import printable
 from hf_fixastep.data.images import read_labels
@@ -111,7 +112,7 @@ def without_unreadable(found: Features, pictures: datasets.Dataset, image: str, 
         )
     if len(at) == len(found):
         raise ValueError(f"None of the {len(found)} images can be read, the first is {names[0]}.")
-    logger.warning("Skipped %d images that cannot be read: %s.", len(at), ", ".join(names[:10]))
+    logger.warning("Skipped %d images that cannot be read: %s.", len(at), harmless(", ".join(names[:10])))
     kept = found.select(np.flatnonzero(~bad))
     kept.skipped = names
     return kept

@@ -18,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 from transformers.utils import logging as transformers_logging
 
+from hf_fixastep.checkpoints import only_run
 from hf_fixastep.data.features import Features
 from hf_fixastep.data.files import Source
 from hf_fixastep.data.registry import is_medical
@@ -104,10 +105,11 @@ def fit(
             "time": clock.limit,
             "settings": {"heads": HEADS, "tuning": TUNING, "lengths": LENGTHS},
         }
-        if finished := fit_files.open_state(out, about):
-            say(f"{out} holds this fit already. {finished['verdict']}")
-            return finished
-        return Fit(data, embedded, backbone, out, clock, say).run(about, seeds)
+        with only_run(out):
+            if finished := fit_files.open_state(out, about):
+                say(f"{out} holds this fit already. {finished['verdict']}")
+                return finished
+            return Fit(data, embedded, backbone, out, clock, say).run(about, seeds)
 
 
 @dataclass(frozen=True)

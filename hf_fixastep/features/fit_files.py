@@ -16,6 +16,7 @@ from huggingface_hub import ModelCard
 from numpy.typing import NDArray
 from sklearn.metrics import confusion_matrix
 
+from hf_fixastep.checkpoints import LOCK
 from hf_fixastep.disk import write_atomically
 from hf_fixastep.evaluation.calibration import Calibration, probabilities, write_calibration
 from hf_fixastep.features.candidates import PROBE, Candidate
@@ -43,7 +44,7 @@ def check_free(out: Path) -> None:
     if out.exists() and not out.is_dir():
         raise ValueError(f"output_dir is {out}, which is no folder; choose another.")
     ours = (out / FACTS).is_file() or (out / STATE / ABOUT).is_file()
-    if out.is_dir() and not ours and (others := sorted({*os.listdir(out)} - {STATE})):
+    if out.is_dir() and not ours and (others := sorted({*os.listdir(out)} - {STATE, LOCK})):
         raise ValueError(
             f"output_dir is {out}, which holds {others[0]} and is no fit: choose an empty folder, or a new "
             "one."

@@ -40,6 +40,7 @@ REFUSED = {
     "compression_config": QUANTIZED,
     "configuration_files": "names other configs, which nobody looked at",
     "transformers_weights": "names another file of weights",
+    "class_info_file": "names a file of another place",  # which an image processor would fetch from the Hub
 }
 TIMM_REFUSED = ("checkpoint_path", "pretrained", "pretrained_cfg", "pretrained_cfg_overlay")
 IMPLEMENTATION = re.compile(r"_?(attn|experts)_implementation(_internal)?")

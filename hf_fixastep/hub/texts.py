@@ -10,6 +10,8 @@ from typing import Any
 
 import yaml
 
+from hf_fixastep.runs.recipe import RecipeLoader
+
 
 # Controls, formats such as right-to-left overrides, surrogates, private, unassigned, separators.
 INVISIBLE = ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp")
@@ -61,7 +63,7 @@ def read_setting(key: str, value: Any) -> Any:
     if not isinstance(value, str) or not (MAPPING.fullmatch(key) or YAML_START.match(value)):
         return value
     try:
-        inner = yaml.safe_load(value)
+        inner = yaml.load(value, RecipeLoader)
     except (yaml.YAMLError, RecursionError, ValueError):
         return value
     return inner if isinstance(inner, (dict, list)) else value

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
+from hf_fixastep.runs.recipe import read_yaml
 
 
 FIGURES = {
@@ -52,8 +54,9 @@ class RunFolder:
                 f"{folder} holds no {' and no '.join(missing)}, so it is no finished run: give the folder of "
                 "one, such as runs/quickstart."
             )
-        metrics = json.loads((folder / METRICS).read_text())
-        return cls(folder, metrics, yaml.safe_load((folder / RECIPE).read_text()) or {})
+        with as_saved(folder):
+            metrics = json.loads((folder / METRICS).read_text())
+            return cls(folder, metrics, read_yaml(folder / RECIPE))
 
     @property
     def config(self) -> dict[str, Any]:
@@ -71,5 +74,21 @@ class RunFolder:
 def is_medical(folder: str | Path) -> bool:
     """Whether the metrics beside a model say that it is of medical data; False where there are none."""
     path = Path(folder) / METRICS
-    facts = json.loads(path.read_text()) if path.is_file() else {}
-    return bool(facts.get("dataset", {}).get("medical"))
+    with as_saved(folder):
+        facts = json.loads(path.read_text()) if path.is_file() else {}
+        return bool(facts.get("dataset", {}).get("medical"))
+
+
+@contextlib.contextmanager
+def as_saved(folder: str | Path) -> Iterator[None]:
+    """Inside, files of a run are read, which can be wrong in any way: that ends in one sentence."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, OSError) or type(error) is ValueError:  # which say it themselves
+            raise
+        what = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        raise ValueError(
+            f"The files of {folder} are not as a run leaves them ({what}): give the folder of another, or "
+            "run it again."
+        ) from error

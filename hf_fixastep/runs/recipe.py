@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from pathlib import Path
@@ -12,16 +13,27 @@ import yaml
 from hf_fixastep.checks import check_choice
 
 
+MOST_VALUES = 100_000  # of a file, with those that are there again under another name
+
+
 class RecipeLoader(yaml.SafeLoader):
     """YAML as people write it: 1e-6 is a number, off and no are words; PyYAML sees text and false.
 
-    A key that is written twice is a mistake, of which PyYAML would take the last one.
+    A key that is written twice is a mistake, of which PyYAML would take the last one. So are a few lines of
+    names for names that stand for more values than memory can hold.
     """
 
     yaml_implicit_resolvers = {
         first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:bool"]
         for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
+
+    def get_single_node(self) -> Any:
+        node = super().get_single_node()
+        if node is not None and count_values(node, {}) > MOST_VALUES:
+            message = f"its names stand for more than {MOST_VALUES:,} values"
+            raise yaml.constructor.ConstructorError(None, None, message, node.start_mark)
+        return node
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
         keys = Counter(key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode))
@@ -39,6 +51,16 @@ RecipeLoader.add_implicit_resolver(
 )
 
 
+def count_values(node: Any, known: dict[int, float]) -> float:
+    """All values below a node, as often as they are named; endless where one contains itself."""
+    if id(node) not in known:
+        known[id(node)] = math.inf
+        inner = [] if isinstance(node, yaml.ScalarNode) else node.value
+        children = [each for pair in inner for each in (pair if isinstance(pair, tuple) else [pair])]
+        known[id(node)] = 1 + sum(count_values(each, known) for each in children)
+    return known[id(node)]
+
+
 def read(name: str, text: str) -> dict[str, Any]:
     try:
         settings = yaml.load(text, RecipeLoader)
@@ -47,7 +69,9 @@ def read(name: str, text: str) -> dict[str, Any]:
     except RecursionError:
         raise ValueError(f"{name} is nested too deep for settings; write  key: value.") from None
     if not isinstance(settings, dict):
-        raise ValueError(f"{name} holds no settings, but {text.strip()!r}; a mapping is written  key: value.")
+        raise ValueError(
+            f"{name} holds no settings, but {text.strip()[:100]!r}; a mapping is written  key: value."
+        )
     return settings
 
 
@@ -59,7 +83,10 @@ def read_mapping(name: str, value: dict[str, Any] | str | None) -> dict[str, Any
 def read_yaml(path: str | Path) -> dict[str, Any]:
     if not Path(path).is_file():
         raise ValueError(f"There is no file {path}; give the path of a YAML file.")
-    return read(str(path), Path(path).read_text())
+    try:
+        return read(str(path), Path(path).read_text(encoding="utf-8"))
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not YAML, for it is not UTF-8: {error.reason}.") from error
 
 
 def read_recipe(name: str) -> dict[str, Any]:

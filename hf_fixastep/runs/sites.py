@@ -37,7 +37,7 @@ from hf_fixastep.evaluation.report import (
     save,
 )
 from hf_fixastep.evaluation.sites import LEVEL, Answers, SiteResult, summarize
-from hf_fixastep.runs.folder import METRICS
+from hf_fixastep.runs.folder import METRICS, as_saved
 
 
 COLUMNS = ("patient", "machine")
@@ -68,9 +68,9 @@ def has_machines(split: Any) -> bool:
 
 def method_of(folder: Path) -> str:
     """Loss and gate of a run; runs of the same method are averaged."""
-    facts = json.loads((folder / METRICS).read_text()) if (folder / METRICS).is_file() else {}
-    name = facts.get("procedure") or facts.get("loss") or folder.name
-    gate = facts.get("gate")
+    with as_saved(folder):
+        facts = json.loads((folder / METRICS).read_text()) if (folder / METRICS).is_file() else {}
+        name, gate = facts.get("procedure") or facts.get("loss") or folder.name, facts.get("gate")
     return f"{name}, gate {gate}" if gate not in (None, "off") else str(name)
 
 

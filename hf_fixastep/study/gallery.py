@@ -30,7 +30,7 @@ from hf_fixastep.data.views import VIEWS, Views
 from hf_fixastep.plots import BLACK, ORANGE, WIDTH, percent, tidy
 from hf_fixastep.runs import training
 from hf_fixastep.runs.arguments import parse
-from hf_fixastep.runs.folder import LOG, METRICS, RECIPE
+from hf_fixastep.runs.folder import LOG, METRICS, RECIPE, as_saved
 from hf_fixastep.step.mixing import draw_partners
 from hf_fixastep.study.figures import SKY, save
 from hf_fixastep.trainer import FixAStepTrainer
@@ -296,15 +296,16 @@ def main(argv: list[str]) -> None:
             raise ValueError("Give the folder of a finished run first, such as runs/quickstart.")
         folder, (args, _) = Path(argv[0]), parse((GalleryArguments,), argv[1:])
         out = Path(args.out) if args.out else folder
-        with tempfile.TemporaryDirectory() as scratch:
+        with tempfile.TemporaryDirectory() as scratch, as_saved(folder):
             trainer, facts = load_run(folder, scratch)
         out.mkdir(parents=True, exist_ok=True)
         print("Figure:", *save(plot_augmentations(trainer), out / "augmentations"))
         if not trainer.mix_labeled:
             print("The run did not mix labeled images, so augmentations shows views only.")
         try:
-            check_gate(trainer, facts)
-            found = tally(trainer, pd.read_csv(folder / LOG))
+            with as_saved(folder):
+                check_gate(trainer, facts)
+                found = tally(trainer, pd.read_csv(folder / LOG))
         except ValueError as reason:
             print(reason)
         else:

@@ -12,7 +12,7 @@ import pandas as pd
 from hf_fixastep.config import FixAStepConfig
 from hf_fixastep.disk import write_atomically
 from hf_fixastep.methods import FITTED, preset
-from hf_fixastep.runs.folder import LOG, METRICS, PREDICTIONS, RECIPE
+from hf_fixastep.runs.folder import LOG, METRICS, PREDICTIONS, RECIPE, as_saved
 from hf_fixastep.runs.recipe import read_mapping, read_yaml
 
 
@@ -68,6 +68,11 @@ def read_run(folder: Path) -> dict[str, Any]:
         raise ValueError(
             f"{folder} has no {PREDICTIONS}, so it is not finished or of an older version; run it again."
         )
+    with as_saved(folder):
+        return row_of(folder)
+
+
+def row_of(folder: Path) -> dict[str, Any]:
     facts, recipe = json.loads((folder / METRICS).read_text()), read_yaml(folder / RECIPE)
     answers = pd.read_csv(folder / PREDICTIONS)
     finished = json.loads((folder / FINISHED).read_text()) if (folder / FINISHED).is_file() else {}

@@ -225,6 +225,12 @@ PLANTS: dict[str, tuple[Callable[[Path, Path], None], str]] = {
     "code in another config": (in_other_config, "configuration_files"),
     "code of a tokenizer": (in_tokenizer, "AutoTokenizer"),
     "processor that nobody knows": (in_processor(image_processor_type="EvilImageProcessor"), "EvilImage"),
+    "processor that asks another repository": (
+        in_processor(
+            image_processor_type="OneFormerImageProcessor", class_info_file="a.json", repo_path=ELSEWHERE
+        ),
+        "class_info_file",
+    ),
     "architecture that nobody knows": (in_config(architectures=["EvilForImageClassification"]), "EvilFor"),
     "pipeline of its own": (in_config(custom_pipelines={"x": {"impl": "evil.Model"}}), "custom_pipelines"),
     "quantized": (in_config(quantization_config={"quant_method": "gptq", "bits": 4}), "quantization_config"),

@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import Dinov2Config, Dinov2Model, SwinConfig, SwinForImageClassification
 
 from hf_fixastep import cli
+from hf_fixastep.evaluation.classifier import Classifier
 from hf_fixastep.hub import loading
 from hf_fixastep.hub.loading import load_network
 from tests.attack.plants import change, save_run
@@ -206,6 +207,18 @@ def test_a_network_that_is_too_large_is_not_built(tmp_path: Path, monkeypatch: p
     finally:
         handle.remove()
     assert len(built) < 200
+
+
+def test_a_network_that_answers_nan_is_not_asked(tmp_path: Path) -> None:
+    """It would call every image by the name of its first class."""
+    run = save_run(tmp_path / "run")
+    state = load_file(run / WEIGHTS)
+    save_file({**state, "classifier.bias": torch.full((3,), torch.nan)}, run / WEIGHTS, {"format": "pt"})
+    with pytest.raises(
+        ValueError, match=r"answers with numbers that are infinite or NaN: train it again"
+    ) as error:
+        Classifier(run)
+    assert str(run) in str(error.value)
 
 
 @pytest.mark.parametrize("name", NETWORKS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import io
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import yaml
 from transformers import AutoConfig, AutoImageProcessor
 
 from hf_fixastep import cli
+from hf_fixastep.checkpoints import complete
 from hf_fixastep.hub.loading import load_network
 from tests.attack.plants import (
     AUTO_MAP,
@@ -26,9 +28,11 @@ from tests.attack.plants import (
     save_run,
     watch,
 )
-from tests.short_runs import assert_equal, tiny_vit, weights
+from tests.short_runs import assert_equal, make_trainer, tiny_vit, weights
 
 
+ROOT = Path(__file__).parents[2]
+LOADS = (".from_pretrained", "torch.load", "joblib.load", "yaml.unsafe_load", "yaml.full_load")
 DATA = ["--dataset", "digits_open_set", "--labels_per_class", "2"]
 
 
@@ -51,6 +55,23 @@ def fit(run: str, place: Path) -> list[str]:
     return ["fit", *sides, "--model", run, "--output_dir", str(place / "out"), "--time", "0"]
 
 
+def gallery(run: str, place: Path) -> list[str]:
+    settings = {"dataset": "digits_open_set", "labels_per_class": 2, "max_steps": 1, "use_cpu": True}
+    (Path(run) / "recipe.yaml").write_text(yaml.safe_dump(settings))
+    return ["gallery", run, "--out", str(place / "out")]
+
+
+def study(command: str, run: str, place: Path) -> list[str]:
+    """The file of a search or sweep, of one run that starts from the network."""
+    settings = {"dataset": "digits_open_set", "labels_per_class": 2, "max_steps": 2, "model": run}
+    (place / "recipe.yaml").write_text(yaml.safe_dump({**settings, "eval_steps": 2, "use_cpu": True}))
+    seeds = {"space": {"seed": [0]}} if command == "search" else {"grids": [{"seed": [0]}]}
+    recipe = {"config": str(place / "recipe.yaml")}
+    file = {**recipe, **seeds} if command == "search" else {"settings": recipe, **seeds}
+    (place / "study.yaml").write_text(yaml.safe_dump(file))
+    return [command, "--config", str(place / "study.yaml"), "--output_dir", str(place / "out")]
+
+
 COMMANDS: dict[str, Callable[[str, Path], list[str]]] = {
     "train": lambda run, place: ["train", "--model", run, *DATA, "--output_dir", str(place / "out")],
     "embed": lambda run, place: ["embed", "--model", run, *DATA, "--cache_dir", str(place / "cache")],
@@ -62,6 +83,8 @@ COMMANDS: dict[str, Callable[[str, Path], list[str]]] = {
     ],
     "demo": lambda run, place: ["demo", run],
     "heart2heart": heart2heart,
+    "gallery": gallery,
+    "search": lambda run, place: study("search", run, place),
     "push": lambda run, place: [
         *("push", run, "--hub_model_id", "org/name", "--hub_license", "mit", "--dry_run", "true"),
     ],
@@ -147,6 +170,44 @@ def test_a_program_that_says_yes_to_everything_changes_nothing(
     assert_refused(name, done.stderr.splitlines()[-1], plant, mark, [])
     assert "Traceback" not in done.stderr
     assert "[y/N]" not in done.stdout + done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("plant", "name"), [(name, name) for name in FEW[:2]], indirect=["plant"])
+def test_the_runs_of_a_sweep_refuse_it_too(plant: Path, name: str, mark: Path, tmp_path: Path) -> None:
+    argv = [sys.executable, "-m", "hf_fixastep", *study("sweep", str(plant), tmp_path)]
+    with subprocess.Popen(["yes"], stdout=subprocess.PIPE) as yes:
+        done = subprocess.run(argv, stdin=yes.stdout, capture_output=True, text=True, timeout=300)
+        yes.kill()
+    assert done.returncode == 1
+    first, reason = done.stderr.splitlines()[-2:]
+    assert first == "error: 1 runs failed; the same command tries them again."
+    assert_refused(name, reason, plant, mark, [])
+
+
+def test_a_checkpoint_is_resumed_without_its_code(mark: Path, tmp_path: Path) -> None:
+    """Its class is known by then, so nothing that its config names is looked for."""
+    make_trainer(tmp_path, tiny_vit(), max_steps=2, save_strategy="steps", save_steps=1).train()
+    checkpoint = tmp_path / "checkpoint-1"
+    plant_code(mark, checkpoint)
+    for name in ("config.json", "preprocessor_config.json"):
+        change(checkpoint / name, auto_map=AUTO_MAP)
+    complete(checkpoint)
+    with watch() as seen:
+        make_trainer(tmp_path, tiny_vit(), max_steps=2).train(str(checkpoint))
+    assert not mark.exists()
+    assert [event for event in seen if event.startswith("asked")] == []  # it is opened to be hashed
+
+
+def test_there_is_one_loader() -> None:
+    """Whatever opens a network or a pickle is where the refusals are tested."""
+    found = set()
+    for path in sorted((ROOT / "hf_fixastep").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            is_load = isinstance(node, ast.Attribute) and ast.unparse(node).endswith(LOADS)
+            if is_load or (isinstance(node, ast.Import) and "pickle" in ast.unparse(node)):
+                found.add(path.relative_to(ROOT / "hf_fixastep").as_posix())
+    assert found == {"hub/loading.py", "data/cifar_files.py"}
 
 
 @pytest.mark.parametrize("auto_map", [SOUGHT, AUTO_MAP], ids=["here", "elsewhere"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import sys
 from pathlib import Path
 
@@ -46,6 +47,14 @@ def test_the_help_of_train_leaves_the_trainers_own_options_to_a_sentence(capsys)
         assert f"\n  --{option} " in text
     assert "\n  --learning_rate " not in text
     assert "Every field of transformers.TrainingArguments is an option too" in text
+
+
+def test_an_interrupted_command_says_so_in_one_sentence(capsys, monkeypatch):
+    monkeypatch.setattr(training, "main", lambda argv: signal.raise_signal(signal.SIGINT))
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["train"])
+    assert stop.value.code == 130
+    assert capsys.readouterr().err == "Interrupted; what is on the disk stays.\n"
 
 
 def test_the_version_is_told(capsys):

@@ -21,6 +21,7 @@ from scipy.special import softmax
 from transformers import pipeline
 
 from hf_fixastep import cli
+from hf_fixastep.checkpoints import only_run
 from hf_fixastep.data import load_dataset
 from hf_fixastep.data.features import Features
 from hf_fixastep.features import candidates as trainings
@@ -523,3 +524,11 @@ def test_the_figure_of_probabilities_is_a_softmax_of_scaled_logits() -> None:
     scaled = probe.logits.mean(0) / 2
     table = module.fit_files.held_out_table(range(100), [probe], probe, ["a", "b"], scaled)
     np.testing.assert_allclose(table[["p(a)", "p(b)"]], softmax(scaled, axis=1))
+
+
+def test_a_second_fit_in_the_same_folder_is_refused(
+    run: Callable[..., dict[str, Any]], easy: dict[str, Path], tmp_path: Path
+) -> None:
+    with only_run(tmp_path / "out"), pytest.raises(BlockingIOError, match=r"Another run is writing to .*out"):
+        run(easy)
+    assert run(easy)["chosen"]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
+import os
 import re
 import time
 
@@ -198,6 +200,16 @@ def test_a_pull_that_fails_is_one_sentence_and_the_next_completes(
     assert str(stopped.value).isprintable()
     filled.heal()
     assert (client.pull("org/name") / "model.safetensors").read_bytes() == WEIGHTS
+
+
+def test_a_full_cache_ends_a_pull_in_a_sentence(filled, monkeypatch):
+    def full(*_, **__):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(huggingface_hub.file_download, "http_get", full)
+    sentence = quick(lambda: client.pull("org/name"))
+    assert sentence.startswith("org/name could not be pulled: ")
+    assert sentence.endswith(f"{os.strerror(errno.ENOSPC)}.")
 
 
 def test_storage_on_another_host_is_read_without_the_token(filled):

@@ -1,4 +1,7 @@
-"""A run of 2,000 tiny steps leaves nothing behind in its process."""
+"""A long run leaves nothing behind in its process, nor do many short ones.
+
+LONG_RUN_STEPS=20000 makes it longer; `-s` shows the numbers.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,8 @@ pytestmark = [
     ),
 ]
 
-STEPS, SETTLED = 2000, 200
+STEPS, SETTLED = int(os.environ.get("LONG_RUN_STEPS", "2000")), 200
+TRAININGS = 20
 
 
 def resident() -> int:
@@ -51,9 +55,19 @@ class Watch(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step % SETTLED == 0:
-            self.memory.append(resident())
-            self.files.append(open_files())
-            self.threads.append(threads())
+            self.look()
+
+    def look(self) -> None:
+        self.memory.append(resident())
+        self.files.append(open_files())
+        self.threads.append(threads())
+
+    def report(self, what: str) -> None:
+        """The numbers of all looks, for a note."""
+        counts = {"files": self.files, "threads": self.threads}
+        ends = {name: f"{len(found[0])} to {len(found[-1])}" for name, found in counts.items()}
+        megabytes = [round(each / 1e6, 1) for each in self.memory]
+        print(f"\n{what}: megabytes {megabytes}, {ends}")  # noqa: T201
 
 
 @pytest.fixture(scope="module")
@@ -78,6 +92,30 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Watch:
     assert trainer.state.global_step == STEPS
     assert len(logged(trainer)) == STEPS / 100
     assert len(list(folder.glob("checkpoint-*"))) == 2
+    watch.report(f"{STEPS} steps")
+    return watch
+
+
+@pytest.fixture(scope="module")
+def trainings(tmp_path_factory: pytest.TempPathFactory) -> Watch:
+    """One after the other in this process, each with workers, evaluations, checkpoints and a resume."""
+    watch = Watch()
+    settings: dict[str, Any] = {"loss": "fixmatch", "loss_kwargs": EAGER, "dataloader_num_workers": 1}
+    settings |= {"save_strategy": "steps", "eval_strategy": "steps", "eval_steps": 5, "save_steps": 5}
+    for number in range(TRAININGS):
+        folder = tmp_path_factory.mktemp(f"training-{number}")
+        for steps, resume in ((10, None), (20, str(folder / "checkpoint-10"))):
+            trainer = make_trainer(
+                folder,
+                objects={"eval_dataset": random_images(12, seed=3, labeled=True)},
+                max_steps=steps,
+                ignore_changed_settings=["max_steps"],
+                **settings,
+            )
+            trainer.train(resume)
+        del trainer
+        watch.look()
+    watch.report(f"{TRAININGS} trainings")
     return watch
 
 
@@ -95,3 +133,14 @@ def test_no_thread_is_left_behind(watched: Watch) -> None:
     before, settled = watched.threads[0], watched.threads[2]
     assert len(settled) <= len(before) + 1, settled
     assert {len(names) for names in watched.threads[2:]} == {len(settled)}
+
+
+def test_twenty_trainings_leave_nothing_in_memory(trainings: Watch) -> None:
+    """From the fifth on, when all that is imported late is there."""
+    assert len(trainings.memory) == TRAININGS
+    assert trainings.memory[-1] < 1.01 * trainings.memory[4], trainings.memory
+
+
+def test_twenty_trainings_leave_no_file_open_and_no_thread(trainings: Watch) -> None:
+    for found in (trainings.files, trainings.threads):
+        assert len(found[-1]) == len(found[4]), found[-1]
