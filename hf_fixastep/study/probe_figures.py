@@ -55,7 +55,7 @@ def plot_against_probe(runs: pd.DataFrame, metric: str = "test_accuracy") -> Fig
     names = [name for _, name in sorted(order)]
     columns = len(names) if len(names) < 5 else 3
     rows = -(-len(names) // columns)
-    figure = Figure((WIDTH, 2.4 * rows + 1.4), facecolor="white", layout="constrained")
+    figure = Figure((WIDTH, max(2.4 * rows + 1.4, 4.8)), facecolor="white", layout="constrained")
     grid = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
     panels = list(grid.flat)[: len(names)]
     for axes in grid.flat[len(names) :]:
