@@ -37,6 +37,7 @@ from hf_fixastep.evaluation.report import (
     save,
 )
 from hf_fixastep.evaluation.sites import LEVEL, Answers, SiteResult, summarize
+from hf_fixastep.methods import FITTED, METHODS
 from hf_fixastep.runs.folder import METRICS, as_saved
 
 
@@ -70,8 +71,10 @@ def method_of(folder: Path) -> str:
     """Loss and gate of a run; runs of the same method are averaged."""
     with as_saved(folder):
         facts = json.loads((folder / METRICS).read_text()) if (folder / METRICS).is_file() else {}
-        name, gate = facts.get("procedure") or facts.get("loss") or folder.name, facts.get("gate")
-    return f"{name}, gate {gate}" if gate not in (None, "off") else str(name)
+        name, gate = str(facts.get("procedure") or facts.get("loss") or folder.name), facts.get("gate")
+    title = {**METHODS, **FITTED}.get(name, name)
+    has_pile = name not in ("supervised", *FITTED)  # without one there is nothing to gate
+    return f"{title}, gate {gate}" if has_pile and gate not in (None, "off") else title
 
 
 def ask_run(folder: Path, data: Any, batch_size: int, coverage: float, write: bool) -> AskedRun:

@@ -186,6 +186,20 @@ def test_the_table_of_the_first_page_is_that_of_fetal_planes():
         ]
 
 
+def test_the_table_over_machines_is_that_of_the_report():
+    table = pd.read_csv(RESULTS / "fetal_planes_machines.csv").set_index(["machine", "name"])
+    lines = (ROOT / "recipes/fetal_planes/README.md").read_text().splitlines()
+    (first,) = [number for number, line in enumerate(lines) if line.startswith("| machine |")]
+    names = [cell.strip() for cell in lines[first].strip("|").split("|")][2:]
+    rows = []
+    for machine in table.index.unique("machine"):
+        found = 100 * table.loc[machine, ["balanced_accuracy", "low", "high"]].loc[names]
+        cells = ["{:.1f} ({:.1f} to {:.1f})".format(*values) for values in found.to_numpy()]
+        patients = table.loc[machine, "patients"].iloc[0]
+        rows.append(f"| {' | '.join([machine, str(patients), *cells])} |")
+    assert [*takewhile(lambda line: line.startswith("|"), lines[first:])][2:] == rows
+
+
 def test_the_comparison_of_fetal_planes_is_that_of_the_committed_runs():
     runs = pd.read_parquet(RESULTS / "fetal_planes.parquet")
     by_seed = runs.set_index(["loss", "gate", "labels_per_class", "split_seed"])[
