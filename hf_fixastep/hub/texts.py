@@ -27,6 +27,12 @@ FOLDERS = re.compile(r"(?<![\w./\\:~])(file:/*|~|\.\.|[A-Za-z]:)?[/\\]([^\s/\\'\
 LOCAL_PATH = re.compile(r"\s*([/~\\]|\.\.[/\\]|[A-Za-z]:[/\\]|file:)")
 
 
+class Reader(RecipeLoader):
+    """As for recipes, but a key may be there twice: of text that is not read, paths are cut less surely."""
+
+    construct_mapping = yaml.SafeLoader.construct_mapping
+
+
 def plain(value: Any, limit: int = 100) -> str:
     """One line of limited length, without control, bidirectional or otherwise invisible characters."""
     text = " ".join(str(value)[: 10 * limit].split())
@@ -63,7 +69,7 @@ def read_setting(key: str, value: Any) -> Any:
     if not isinstance(value, str) or not (MAPPING.fullmatch(key) or YAML_START.match(value)):
         return value
     try:
-        inner = yaml.load(value, RecipeLoader)
+        inner = yaml.load(value, Reader)
     except (yaml.YAMLError, RecursionError, ValueError):
         return value
     return inner if isinstance(inner, (dict, list)) else value

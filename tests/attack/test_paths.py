@@ -52,6 +52,7 @@ def test_of_a_mapping_that_is_text_the_parsed_values_are_cut(text: str) -> None:
         ({"dataset_kwargs": "labeled: '{a: /home/bob/l}'"}, {"dataset_kwargs": {"labeled": {"a": "l"}}}),
         ({"/home/bob/l": 1}, {"l": 1}),
         ({"fsdp_config": "/home/bob/fsdp.json"}, {"fsdp_config": "fsdp.json"}),
+        ("{a: /home/bob smith/l, a: /home/bob smith/u}", {"a": "u"}),
         ("!mine {labeled: /home/bob/l}", "!mine {labeled: l}"),
         ("momentum=0.9,file=/home/bob/l", "momentum=0.9,file=l"),
         ("- /home/bob/l\n- /home/bob/u", ["l", "u"]),
